@@ -316,7 +316,7 @@ def test_a_format_of_one_s_own(ending: str, tmp_path: Path, make_config: MakeCon
         Preference(turns("NA"), "1e5", "007", 2.0), Preference(turns("q"), "b", "007", 3.0)
     }  # fmt: skip
     where = rf"mine\.{ending}, line {1 if ending == 'jsonl' else 2}: the function of data\.format "
-    with pytest.raises(DataError, match=where + r"fails \(KeyError\('nothing'\)\)"):
+    with pytest.raises(DataError, match=where + r"fails at own.py:11 \(KeyError\('nothing'\)\)"):
         read(SFT, str(file), "stop", f"{own}broken")
     with pytest.raises(DataError, match=where + "returns no row .found int; allowed: a list of"):
         read(SFT, str(file), "stop", f"{own}number")

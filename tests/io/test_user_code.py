@@ -42,7 +42,7 @@ def test_what_fails_while_it_is_loaded_is_named(
     (tmp_path / "failing.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     for where in (f"{tmp_path}/failing.py", "failing") * 2:
-        with pytest.raises(ConfigError, match=rf"; {where} fails: SystemExit\(\)"):
+        with pytest.raises(ConfigError, match=rf"; {where} fails at failing.py:1: SystemExit\(\)"):
             load_function(f"{where}:score", "reward.function")
 
 

@@ -62,9 +62,9 @@ def test_a_function_that_cannot_be_called_is_named_before_it_is() -> None:
     with pytest.raises(ConfigError) as found:
         source.for_columns(["prompt", "messages", "label"])
     told = str(found.value)
-    assert told.startswith(f"{NAME}: the function takes_answer takes (prompts: ")
-    assert told.endswith(f"{NAME}.arguments, which may name answer, scale")
-    with pytest.raises(ConfigError, match="missing a required argument: 'answer'"):
+    assert told.startswith(f"{NAME}: the function takes_answer needs answer; allowed: a column")
+    assert told.endswith(f"have label, or a value in {NAME}.arguments")
+    with pytest.raises(ConfigError, match="takes_answer needs answer"):
         source(make_replies(("p", "r"), label=[1]))
     assert source.for_columns(["answer"])(REPLIES) == [2, 2]
     reward(takes_answer, answer=["4", "6"]).for_columns([])

@@ -271,10 +271,10 @@ def counters(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
 
 def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
-    reward = ", or a reward of enormous size," if stage == "ppo" else ""
+    reward = ", a reward of enormous size, or a formula of your own" if stage == "ppo" else ""
     if made == 0:
         told = "No update was made before them, so that no learning rate did this"
-        return f"{told}: it is the data{reward} or the model that the run starts from"
+        return f"{told}: it is the model that the run starts from, or the data{reward}"
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "

@@ -23,6 +23,7 @@ from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.user_code import optional
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import HIDDEN, redacted
+from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.stage import STAGES
 
 COMMANDS = {"chat": "chat", "replay": "replay"} | dict.fromkeys(
@@ -45,6 +46,8 @@ PLUGINS = {
 """Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
 READ_BY = {"advantage": "ppo", "policy_loss": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
+GROUPS = ("reward", "model", "data", *READ_BY)
+"""Groups in whose place a user may name a file, a function or a model."""
 OVERRIDE = (
     "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs than "
     f"letters, digits and ._/-, or as the first word {', '.join(sorted(COMMANDS | WITHOUT_RUN))}"
@@ -196,14 +199,27 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
             reason = unknown_key(key, node, prefix, node)
     elif isinstance(error, MissingConfigException) and error.options:
         choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
-        reason = f"{without_address(choice)} is not known; allowed: {', '.join(error.options)}"
-        section = READ_BY.get(choice.partition("=")[0])
-        if section is not None and ":" in choice:
-            reason += f"; a function of your own is {section}.{without_address(choice)}"
+        meant = choice_meant(choice, error.options)
+        reason = f"{without_address(choice)} is not known; "
+        reason += f"did you mean {meant}? " * bool(meant)
+        reason += f"allowed: {', '.join(error.options)}"
     else:
         told = (without_secrets(str(found), words) for found in (error, cause or ""))
         reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in told)[:400]
     return " ".join(reason.split())
+
+
+def choice_meant(choice: str, options: Sequence[str]) -> str:
+    """Return what was probably meant by a choice of a group that is not there; "" if unknown."""
+    group, _, name = choice.partition("=")
+    if group in GROUPS and re.search(r"[/:.]", name):
+        own = f"{READ_BY.get(group)}.{group}="  # a function, a file or a model of the user's
+        own = {"reward": "reward=function reward.path=", "model": "model=hub model.name_or_path=",
+               "data": "data=files data.prompts.train="}.get(group, own)  # fmt: skip
+        return without_address(f"{own}{name}")
+    meant = [f"{other}={name}" for other in GROUPS if (CONF / other / f"{name}.yaml").is_file()]
+    close = [x for x in options if x.startswith(name)] or difflib.get_close_matches(name, options)
+    return " or ".join(meant or [f"{group}={x}" for x in close])
 
 
 class VisibleFormatter(logging.Formatter):

@@ -180,6 +180,15 @@ def refusal(key: str, found: Any, allowed: str) -> str:
     return f"{key} is {shown}; allowed: {allowed}"
 
 
+ELSEWHERE = {
+    "beta": "kl_coef", "num_generations": "samples_per_prompt", "cliprange": "clip_range",
+    "max_completion_length": "max_response_tokens", "max_new_tokens": "max_response_tokens",
+    "learning_rate": "lr", "lam": "gae_lambda", "num_ppo_epochs": "ppo_epochs",
+    "epsilon": "clip_range", "reward_funcs": "reward", "total_episodes": "iterations",
+}  # fmt: skip
+"""Name of a key in other libraries -> that of the same value here."""
+
+
 def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any, Any]) -> str:
     """Return the message about a key that nothing reads, with the one that is probably meant.
 
@@ -191,7 +200,9 @@ def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any
     own = [inner for inner in parts.get(stage, ()) if f"_{inner}".endswith(f"_{key}")]
     meant = [f"{stage}.{inner}" for inner in ([key] if key in own else own)]
     meant = meant or [f"{name}.{key}" for name, part in parts.items() if key in part]
-    meant = meant or difflib.get_close_matches(key, known, n=1)
+    same = ELSEWHERE.get(key, "")
+    meant = [f"{stage}.{same}"] if same in parts.get(stage, ()) else meant
+    meant = [same] if same in known else meant or difflib.get_close_matches(key, known, n=1)
     names = " or ".join(prefix + name for name in meant)
     hint = f"did you mean {names}?" if meant else f"allowed: {', '.join(sorted(known))}"
     return f"{prefix}{key} is not a known key; {hint}"

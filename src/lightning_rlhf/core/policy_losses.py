@@ -224,11 +224,14 @@ def fault_of_loss(loss: PolicyLoss, config: ppo_config.PPOConfig) -> str | None:
 def fault_of_advantage(estimator: experience.Estimator, config: ppo_config.PPOConfig) -> str | None:
     """Return what is wrong with the advantages of a made-up batch, as `fault_in`.
 
-    It has two groups of config.samples_per_prompt responses. Returns are wanted for a critic.
+    It has two groups of config.samples_per_prompt responses, one of which are all alike in their
+    rewards. Returns are wanted for a critic, and no gradient.
     """
     rows = 2 * config.samples_per_prompt
     mask = made_up_batch(config).mask.repeat(rows, 1)[:rows]
     numbers = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(0)) * mask
+    if config.samples_per_prompt > 1:
+        numbers[0, : config.samples_per_prompt] = torch.tensor([1.0, 0, 0, 0])
     batch = experience.AdvantageBatch(
         rewards=numbers[0],
         values=numbers[1] * config.has_critic,
@@ -243,6 +246,8 @@ def fault_of_advantage(estimator: experience.Estimator, config: ppo_config.PPOCo
         return f"which returned {type(found).__name__}"
     if config.has_critic and found.returns is None:
         return "which returned no returns for the critic (ppo.vf_coef=0 has none)"
+    if any(tensor is not None and tensor.requires_grad for tensor in vars(found).values()):
+        return "whose numbers have a gradient"
     return fault_in(vars(found), mask)
 
 

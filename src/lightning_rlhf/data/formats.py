@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from lightning_rlhf.data import rows
-from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.io.user_code import FAULTS, place_of
 
 Kind = Literal["demonstrations", "preferences", "prompts", "labels"]
 Found = rows.Messages | rows.Demonstration | rows.Preference | rows.Scored
@@ -364,7 +364,8 @@ def own_row(function: Callable[[dict[str, Any]], Any], row: rows.Row) -> rows.Ro
     try:
         found = function(dict(row))
     except FAULTS as error:
-        raise rows.BadRow("the function of data.format fails", repr(error)[:200]) from error
+        place = place_of(error, function)
+        raise rows.BadRow(f"the function of data.format fails{place}", repr(error)[:200]) from error
     if found is None:
         raise rows.UnusedRow("the function of data.format returns None")
     if not isinstance(found, dict | list):

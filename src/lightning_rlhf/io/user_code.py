@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,6 +77,19 @@ def user_number(found: Any) -> float:
     return float(found)
 
 
+def place_of(error: BaseException, owner: Any) -> str:
+    """Return " at FILE:LINE", the last line that an error passed of a file, or of a function's.
+
+    owner: the path or the function. Returns an empty text where no line of it was passed.
+    """
+    file = str(getattr(getattr(owner, "__code__", None), "co_filename", owner))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    return f" at {Path(file).name}:{lines[-1]}" if lines else ""
+
+
 def load_function(source: str, key: str) -> Callable[..., Any]:
     """Return the function that `source` names; raises ConfigError as `load_object` does."""
     function: Callable[..., Any] = load_object(source, key, "function", callable)
@@ -106,7 +120,9 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         module = _of_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        reason = f"{where} fails: {error!r}"
+        told = repr(error) if not isinstance(error, SyntaxError) else f"SyntaxError: {error.msg}"
+        file = path if where.endswith(".py") else file_of_module(where)
+        reason = f"{where} fails{place_of(error, file)}: {told}"
         if missing is not None and f"{where}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {FORMS[what]}"
         raise ConfigError(f"{key} is {source!r}; {reason}") from error
@@ -154,7 +170,7 @@ def enter_formulas(formulas: Mapping[str, tuple[Any, Any, str]], config: Any, st
         try:
             fault = fault_of(function, config=config)
         except FAULTS as error:
-            fault = f"which fails on a made-up batch: {error!r}"
+            fault = f"which fails{place_of(error, function)} on a made-up batch: {error!r}"
         if fault is not None:
             raise ConfigError(f"{stage}.{key} is {source!r}, {fault}; allowed: {allowed}")
         table[source] = function

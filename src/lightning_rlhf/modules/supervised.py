@@ -85,8 +85,9 @@ class SupervisedModule(optim.StageModule):
         """Return the scores of a batch."""
         rows = batch.select(self.replicas.rows)
         parts = self.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
-        scores = self.joined(parts, batch)
-        self.log_headline(results.headline(scores, "eval"), int(self.total(batch)))
+        scores, total = self.joined(parts, batch), self.total(batch)
+        count = int(total[0] if isinstance(total, tuple) else total)
+        self.log_headline(results.headline(scores, "eval"), count)
         return scores
 
     @torch.no_grad()

@@ -11,12 +11,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -24,7 +22,7 @@ from pydantic import Field
 from lightning_rlhf.core.errors import ConfigError, RewardError, quoted, require
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, Texts, build, check_value
-from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.io.user_code import FAULTS, place_of
 
 Unit = Literal["words", "characters"]
 
@@ -195,7 +193,15 @@ class FunctionReward:
                 raise TypeError("responses come before prompts")
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
-            parameters = self._signature.parameters.values()
+            parameters = [*self._signature.parameters.values()]
+            needed = [p.name for p in parameters[2:] if f"{p}" == f"{p}".lstrip("*")
+                      and p.default is p.empty]  # fmt: skip
+            if lacking := [name for name in needed if name not in given]:
+                raise ConfigError(
+                    f"{self._called} needs {' and '.join(lacking)}; allowed: a column of the data, "
+                    f"which have {', '.join(there) or 'no further ones'}, or a value in "
+                    f"{self.name}.arguments"
+                ) from None
             named = ", ".join(p.name for p in parameters if self._takes(p.name))
             named = "any name" if any(p.kind == p.VAR_KEYWORD for p in parameters) else named
             raise ConfigError(
@@ -228,10 +234,7 @@ class FunctionReward:
         except RewardError as error:
             raise RewardError(f"{self._called}: {error}") from error
         except FAULTS as error:
-            code = getattr(inspect.unwrap(self.function), "__code__", None)
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if code and frame.filename == code.co_filename]
-            place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+            place = place_of(error, inspect.unwrap(self.function))
             raise RewardError(
                 f"{self._called} fails{place}: {error!r}; the first of {len(responses)} prompts "
                 f"is {quoted(prompts[0])}, its response {quoted(responses[0])}; debug=true shows "

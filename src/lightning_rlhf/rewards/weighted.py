@@ -92,7 +92,8 @@ def checked(
     """
     numbers = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
     if not isinstance(numbers, list | tuple) or len(numbers) != len(decoded):
-        given = f"{quoted(numbers)} for {counted(len(decoded), 'response')}"
+        count = f", {len(numbers)} of them," if isinstance(numbers, list | tuple) else ""
+        given = f"{quoted(numbers)}{count} for {counted(len(decoded), 'response')}"
         raise RewardError(f"reward {name!r} gave {given}; allowed: a list of one number for each")
     sums, placed = list[float](), torch.zeros(decoded.rollout.response_mask.shape)
     for i, (number, response) in enumerate(zip(numbers, decoded.responses, strict=True)):
@@ -109,6 +110,8 @@ def checked(
         except (OverflowError, RuntimeError, TypeError, ValueError):
             fits = False
         if not fits:
+            empty = [name for name, value in decoded.rows[i].items() if value is None]
+            allowed += f" (the row has no value in {', '.join(empty)})" if empty else ""
             prompt = quoted(decoded.rows[i]["prompt"])
             asked = f"the response {quoted(response)} to the prompt {prompt}"
             raise RewardError(
