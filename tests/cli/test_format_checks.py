@@ -84,7 +84,7 @@ def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     command.append(f"data.preferences.val={file}")
     lines = stopped(judged, *command, "run=stopped")
     assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
-    out = until_called(judged, *command, "run=penalty", "reward.weight=-1")
+    out = until_called(judged, *command, "run=penalty", "reward.weight=-1", "debug=true")
     assert "held-out pairs read through" in out
     assert "the other way round" not in out
 
