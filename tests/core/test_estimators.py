@@ -131,8 +131,8 @@ def test_returns_above_a_baseline() -> None:
     (lambda b: b.rewards, {}, "which returned Tensor"),
     (lambda b: Advantages(advantages=b.rewards), {}, "returned no returns for the critic"),
     (lambda b: Advantages(advantages=b.returns[:, :1]), {"vf_coef": 0.0}, "have shape [4, 1]"),
-    (lambda b: Advantages(advantages=b.returns / 0), {"vf_coef": 0.0}, "are not finite"),
-    (lambda b: Advantages(advantages=b.returns / b.returns[:2, 0].std()), {"vf_coef": 0.0}, "finite"),
+    (lambda b: Advantages(advantages=b.returns / b.returns[:2, 0].std()),  # a group all alike
+     {"vf_coef": 0.0}, "are not finite"),
     (lambda b: Advantages(advantages=b.returns.requires_grad_()), {"vf_coef": 0.0}, "a gradient"),
     (lambda b: Advantages(advantages=b.returns), {"vf_coef": 0.0}, None),
     *((one, {"samples_per_prompt": 4}, None) for one in ADVANTAGES.values()
