@@ -5,8 +5,8 @@
 
 All sides start from the SFT model of their seed and learn from the same prompts and reward, with as
 many responses; dapo samples further ones for groups of equal scores. A run that has finished is not
-repeated, nor one in results/equal_terms.json, of whatever commit; an interrupted one of ours goes
-on, and TRL's starts over: the same command continues, seed by seed.
+repeated, nor one of ours in results/equal_terms.json, of whatever commit; an interrupted one of
+ours goes on, and TRL's starts over: the same command continues, seed by seed.
 """
 
 from __future__ import annotations
