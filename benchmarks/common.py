@@ -52,7 +52,7 @@ class Setting:
     """Ratio of the critic's learning rate to the policy's."""
     lr_schedule: str = "linear"
     """Shape of the learning rates after the warm-up: constant, linear or cosine."""
-    warmup_fraction: float = 0.0
+    warmup_fraction: float = 0.0  # of the iterations
     epochs: int = 4
     minibatches: int = 4
     kl_coef: float = 0.05

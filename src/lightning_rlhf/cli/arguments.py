@@ -199,7 +199,8 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
             reason = unknown_key(key, node, prefix, node)
     elif isinstance(error, MissingConfigException) and error.options:
         choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
-        meant = choice_meant(choice, error.options)
+        is_whole = any(word.startswith(choice.partition("=")[0] + "=") for word in words)
+        meant = choice_meant(choice, error.options) if is_whole else ""
         reason = f"{without_address(choice)} is not known; "
         reason += f"did you mean {meant}? " * bool(meant)
         reason += f"allowed: {', '.join(error.options)}"
@@ -212,13 +213,17 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
 def choice_meant(choice: str, options: Sequence[str]) -> str:
     """Return what was probably meant by a choice of a group that is not there; "" if unknown."""
     group, _, name = choice.partition("=")
-    if group in GROUPS and re.search(r"[/:.]", name):
-        own = f"{READ_BY.get(group)}.{group}="  # a function, a file or a model of the user's
-        own = {"reward": "reward=function reward.path=", "model": "model=hub model.name_or_path=",
-               "data": "data=files data.prompts.train="}.get(group, own)  # fmt: skip
-        return without_address(f"{own}{name}")
-    meant = [f"{other}={name}" for other in GROUPS if (CONF / other / f"{name}.yaml").is_file()]
-    close = [x for x in options if x.startswith(name)] or difflib.get_close_matches(name, options)
+    starts = [option for option in options if name and option.startswith(name)]
+    close = starts or difflib.get_close_matches(name, options)
+    others = GROUPS if re.fullmatch(r"[\w+]{1,40}", name) else ()
+    meant = [f"{other}={name}" for other in others if (CONF / other / f"{name}.yaml").is_file()]
+    if not (meant or close) and group in GROUPS and re.search(r"[/:.]", name):
+        key = f"{READ_BY.get(group)}.{group}="  # a function, a file or a model of the user's
+        key = {"reward": "reward=function reward.path=", "model": "model=hub model.name_or_path=",
+               "data": "data=files with data.demonstrations.train, data.preferences.train or "
+                       "data.prompts.train="}.get(group, key)  # fmt: skip
+        is_server = group == "reward" and "://" in name
+        return without_address(f"{'reward=http reward.url=' if is_server else key}{name}")
     return " or ".join(meant or [f"{group}={x}" for x in close])
 
 

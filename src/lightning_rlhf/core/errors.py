@@ -184,7 +184,7 @@ ELSEWHERE = {
     "beta": "kl_coef", "num_generations": "samples_per_prompt", "cliprange": "clip_range",
     "max_completion_length": "max_response_tokens", "max_new_tokens": "max_response_tokens",
     "learning_rate": "lr", "lam": "gae_lambda", "num_ppo_epochs": "ppo_epochs",
-    "epsilon": "clip_range", "reward_funcs": "reward", "total_episodes": "iterations",
+    "epsilon": "clip_range", "reward_funcs": "reward",
 }  # fmt: skip
 """Name of a key in other libraries -> that of the same value here."""
 

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -82,7 +83,9 @@ def place_of(error: BaseException, owner: Any) -> str:
 
     owner: the path or the function. Returns an empty text where no line of it was passed.
     """
-    file = str(getattr(getattr(owner, "__code__", None), "co_filename", owner))
+    if callable(owner):
+        owner = getattr(getattr(inspect.unwrap(owner), "__code__", None), "co_filename", "")
+    file = str(owner)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:
@@ -120,8 +123,10 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         module = _of_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        told = repr(error) if not isinstance(error, SyntaxError) else f"SyntaxError: {error.msg}"
         file = path if where.endswith(".py") else file_of_module(where)
+        told = repr(error)
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            told = f"SyntaxError: {error.msg}"
         reason = f"{where} fails{place_of(error, file)}: {told}"
         if missing is not None and f"{where}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {FORMS[what]}"

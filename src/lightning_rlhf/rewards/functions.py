@@ -194,13 +194,13 @@ class FunctionReward:
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
             parameters = [*self._signature.parameters.values()]
-            needed = [p.name for p in parameters[2:] if f"{p}" == f"{p}".lstrip("*")
-                      and p.default is p.empty]  # fmt: skip
+            needed = [p.name for p in parameters[2:] if p.default is p.empty
+                      and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
             if lacking := [name for name in needed if name not in given]:
                 raise ConfigError(
                     f"{self._called} needs {' and '.join(lacking)}; allowed: a column of the data, "
                     f"which have {', '.join(there) or 'no further ones'}, or a value in "
-                    f"{self.name}.arguments"
+                    f"{self.name}.arguments ({error})"
                 ) from None
             named = ", ".join(p.name for p in parameters if self._takes(p.name))
             named = "any name" if any(p.kind == p.VAR_KEYWORD for p in parameters) else named
@@ -234,7 +234,7 @@ class FunctionReward:
         except RewardError as error:
             raise RewardError(f"{self._called}: {error}") from error
         except FAULTS as error:
-            place = place_of(error, inspect.unwrap(self.function))
+            place = place_of(error, self.function)
             raise RewardError(
                 f"{self._called} fails{place}: {error!r}; the first of {len(responses)} prompts "
                 f"is {quoted(prompts[0])}, its response {quoted(responses[0])}; debug=true shows "
