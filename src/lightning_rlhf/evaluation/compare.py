@@ -138,7 +138,7 @@ class RunComparison:
     plotted: Sequence[str]
     """Metrics whose curves are laid over each other."""
     unequal: Sequence[str] = ()
-    """What the runs were evaluated with that is not the same in all of them."""
+    """Names of what differs between the evaluations of the runs: held-out data, rewards."""
 
     def results(self) -> tables.Table:
         """Return a row for each group, with the means over its seeds."""

@@ -54,7 +54,7 @@ def is_hidden(character: str) -> bool:
 
 
 details = False
-"""Whether `print_detail` prints anything: the key `debug` of the run."""
+"""True where `print_detail` prints its lines, as with debug=true."""
 
 
 def print_detail(message: str) -> None:
