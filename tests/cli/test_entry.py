@@ -98,6 +98,8 @@ def test_the_wheel_holds_presets_and_recipes_and_a_run_finds_them(
     with ZipFile(tmp_path / build_wheel(str(tmp_path))) as wheel:
         wheel.extractall(site)
         found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        [metadata] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        assert not re.search(rb"\]\((?!https?:)", wheel.read(metadata))  # no link into the checkout
     places = {CONF: "lightning_rlhf/conf", RECIPES: "lightning_rlhf/recipes", PACKAGE.parent: ""}
     assert found == {
         str(place / path.relative_to(folder))

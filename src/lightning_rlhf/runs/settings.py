@@ -45,7 +45,7 @@ KEYS = {f.name for f in fields(Settings)} - {"config", "custom_logger", "find", 
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
 CPU = {"precision": "32-true", "weights_dtype": "float32"}
 """Values of the keys set to auto, on a GPU and on the CPU."""
-PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed"}
+PRECISION_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
 """Lightning's short name of a precision -> the long one."""
 PASSED: Mapping[str, Any] = {
     **dict.fromkeys(("callbacks", "max_time", "plugins", "profiler", "strategy"), Any),
@@ -304,7 +304,9 @@ def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
             trainer["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
     values = GPU if trainer.get("accelerator") == "gpu" else CPU
     trainer |= {key: value for key, value in values.items() if trainer.get(key) == AUTO}
-    trainer["precision"] = PRECISIONS.get(str(trainer.get("precision")), trainer.get("precision"))
+    trainer["precision"] = PRECISION_ALIASES.get(
+        str(trainer.get("precision")), trainer.get("precision")
+    )
     if model.get("dtype") == AUTO:
         model["dtype"] = trainer["weights_dtype"]
     return {**tree, "trainer": trainer, "model": model}
