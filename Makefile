@@ -6,7 +6,7 @@ PEERS := .venv-parity
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 ENDS := .venv-versions
-VERSIONS_TESTS := tests/models tests/kernels/test_patch.py tests/kernels/test_lora.py tests/callbacks/test_checkpoints.py \
+VERSIONS_TESTS := tests/models tests/kernels tests/rollout tests/callbacks/test_checkpoints.py \
 	tests/callbacks/test_loggers.py tests/cli/test_pipeline.py tests/cli/test_artefacts.py tests/cli/test_library.py
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -43,7 +43,7 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
 @pytest.mark.parametrize("roles", ["mamba"], indirect=True)
 def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompts: Prompts) -> None:
     """Two identical forward passes differ by nothing; one that forgot the prompt by nats."""
-    assert not roles.caches
+    assert not roles.cache_argument
     for responses in sampled(roles, prompts):
         with roles.use_role(REFERENCE):
             rollout = annotate(

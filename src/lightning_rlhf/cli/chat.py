@@ -103,7 +103,7 @@ class Speaker:
         Raises LogitsError where there is no distribution to draw from.
         """
         roles = self.roles
-        cache = DynamicCache(config=roles.causal_lm.config) if roles.caches else None
+        cache = DynamicCache(config=roles.causal_lm.config) if roles.cache_argument else None
         read, new = torch.tensor([prompt], device=roles.device), len(prompt)
         for _ in range(most):
             mask = torch.ones_like(read, dtype=torch.bool)

@@ -289,7 +289,7 @@ class Task:
         ]
         shards = collector.shard(asked, run.replicas, divides=True)
         params = replace(samplers.SamplingParams.of(config, run.chat), temperature=temperature)
-        local = native.NativeSampler if roles.caches else samplers.HFSampler
+        local = native.NativeSampler if roles.cache_argument else samplers.HFSampler
         sampler: Any = local(roles, params)
         if config.rollout == "vllm":
             longest = max(len(one.prompt) for one in self.prompts) + config.max_response_tokens

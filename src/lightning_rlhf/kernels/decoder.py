@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def family(model: PreTrainedModel) -> str | None:
     """Return the family of a model, None where the fast layers do not support it."""
     trunk = layers.own_class(model.base_model)
     return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(layers.LIBRARY) else None
+
+
+def cache_argument(trunk: nn.Module) -> str | None:
+    """Return the argument of a trunk that takes a cache of keys and values, None without attention.
+
+    It is past_key_values up to transformers 5.23 and cache from 5.24 on, where Mamba has one too.
+    """
+    is_recurrent = {*(getattr(trunk.config, "layer_types", None) or ())} == {"linear_attention"}
+    taken = () if is_recurrent else signature(trunk.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
 
 
 class PackedDecoderLayer(layers.FastLayer, nn.Module):

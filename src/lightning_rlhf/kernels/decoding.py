@@ -223,7 +223,8 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
     vocab_size = trunk.embed_tokens.num_embeddings
     tokens = torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % vocab_size
     own, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
-    trunk(input_ids=tokens[:, :-1], past_key_values=own, use_cache=True)
+    inputs = {"input_ids": tokens[:, :-1], str(decoder.cache_argument(trunk)): own}
+    trunk(**inputs, use_cache=True)
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
     fault = "gives other hidden states"
     try:

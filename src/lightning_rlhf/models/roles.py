@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -131,8 +130,8 @@ class Roles(nn.Module):
         """Size of a hidden state."""
         self.vocab_size = int(head.out_features)
         """Number of logits of the output layer."""
-        self.caches = "past_key_values" in signature(causal_lm.base_model.forward).parameters
-        """True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
+        self.cache_argument = decoder.cache_argument(causal_lm.base_model)
+        """Argument of the trunk that takes a cache of keys and values; None for Mamba and RWKV."""
         self._kernel_choice: KernelChoice = kernels
         self._set_kernels()
         self.heads = nn.ModuleDict()

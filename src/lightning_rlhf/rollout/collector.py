@@ -44,7 +44,8 @@ def build_sampler(
     """
     if name == "native":
         kind = roles.causal_lm.config.model_type
-        require(roles.caches, key, name, f"hf, for {kind}, which takes no cache")
+        caches = roles.cache_argument is not None
+        require(caches, key, name, f"hf, for {kind}, which takes no cache")
         on_trunk = critic is not None and critic.shares_trunk
         return native.NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
@@ -211,7 +212,7 @@ def sample_reference(
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
-    sampler = (native.NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
+    sampler = (native.NativeSampler if roles.cache_argument else samplers.HFSampler)(roles, params)
     with roles.use_role(role):
         drawn = sample_local(sampler, batches, generator)
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]

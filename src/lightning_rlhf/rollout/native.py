@@ -195,7 +195,7 @@ def last_hidden(
         # transformers reads a mask [B, S] from the device, and one of four dimensions not.
         attention_mask = mask[:, None, None]
     inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
-    found = model.base_model(**inputs, past_key_values=cache, use_cache=True)
+    found = model.base_model(**inputs, **{str(roles.cache_argument): cache}, use_cache=True)
     return found.last_hidden_state[:, -1].contiguous()
 
 
