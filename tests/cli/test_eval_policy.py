@@ -70,7 +70,7 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     policies = ["sft", FINAL, LAST, EARLIER, SAME, "best of 3"]
     assert list(evaluated.numbers["policies"]) == policies
     assert evaluated.numbers["sources"][SAME].endswith("mini/sft/final")
-    assert all(f" {policy} " in evaluated.out for policy in policies)
+    assert all(f" {policy} " in evaluated.out.replace("\n", " ") for policy in policies)
     assert "was trained with" not in evaluated.out
     lines = (evaluated.place.folder / "data" / "prompts_val.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]

@@ -134,7 +134,7 @@ def test_the_first_call_runs_the_stages_and_sums_up(
     assert out.count("On held-out prompts") == 1
     assert out.count("held-out prompts:\n  prompt        ") == len(STAGES)
     assert "Small: what it promises" in out
-    assert out.count(" kept ") == 3
+    assert out.count(" kept\n") == 3
     assert "Read a book." in out
 
 
@@ -267,7 +267,7 @@ def test_a_broken_promise_is_told_with_its_numbers(done: Kitchen) -> None:
     gain = metrics[name] - metrics[f"start/{name}"]
     assert outcome.error.startswith(f"Small did not keep its promises: {name} is {gain:.3f}")
     assert outcome.error.endswith("promised: gain of 99")
-    assert outcome.out.count(" broken ") == 1
+    assert outcome.out.count(" broken\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, writt
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
     cells = [[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows]
-    columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
+    columns = ["stage", "metric", "promised", "measured [95%]", ""]
     table = tables.Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
     changed = dict[str, None]()

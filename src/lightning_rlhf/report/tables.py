@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
+from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -31,9 +32,10 @@ class Table:
 
     def console(self) -> RichTable:
         """Return the table for the console; columns but the first are right-aligned."""
-        title, caption = Text(visible_line(self.title)), Text(self.note) if self.note else None
-        found = RichTable(title=title, title_justify="left", caption_justify="left")
-        found.caption = caption
+        # Two numbers with intervals fit 80 columns so.
+        found = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        found.title, found.title_justify = Text(visible_line(self.title)), "left"
+        found.caption, found.caption_justify = Text(self.note) if self.note else None, "left"
         for cell in self.columns:
             found.add_column(Text(visible_line(cell)), overflow="fold")
         for column in found.columns[1:]:
