@@ -208,7 +208,10 @@ class Conversation:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
             asked = [*self.messages(one), Message("user", text)]
             prompt, most = chat.prompt_tokens(tuple(asked)), self.max_tokens
-            build_roles.check_positions(one.roles, len(prompt) + most, "the dialogue", "use /reset")
+            build_roles.check_positions(one.roles, len(prompt) + 1, "the dialogue", "use /reset")
+            limit = getattr(one.roles.causal_lm.config, "max_position_embeddings", None)
+            if limit is not None and len(prompt) < limit:
+                most = min(most, limit - len(prompt))
             for token in one.tokens(prompt, most, self.temperature, self.generator):
                 tokens.append(token)
                 reply = chat.decode_response(tokens)
