@@ -73,7 +73,7 @@ FORMS = [
 """Presets that name a form of data and its sources, and have all else from data=files."""
 DATA = [name for name in options("data") if name not in FORMS]
 HUB = ["model.name=other", "model.name_or_path=someone/model"]
-"""What model=hub asks for."""
+"""What model=hub and model=small ask for."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +90,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def model_overrides(model: str) -> list[str]:
-    return [f"model={model}", *(HUB if model == "hub" else [])]
+    return [f"model={model}", *(HUB if model in ("hub", "small") else [])]
 
 
 def yaml(group: str, option: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_every_model_composes_with_all_else(turn: int) -> None:
     settings = read_settings(cfg)
     assert settings.stage == stage
     assert set(settings.tree) & set(STAGES) == {stage}  # no section of another is written down
-    assert settings.model.name == ("other" if model == "hub" else model)
+    assert settings.model.name == ("other" if model in ("hub", "small") else model)
     assert settings.tree["reward"]["kind"] == KINDS.get(reward, reward)
     assert settings.trainer.accelerator == trainer or trainer == "auto"
     assert settings.logger.kind == logger
