@@ -308,11 +308,12 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, che
     whole = ", ".join(settings.reward)
     verdicts |= {} if verdicts.get(whole) else evaluated(settings, whole)
     for name, verdict in verdicts.items() if shown else ():
-        words, style = "it has no fitness verdict (stage=rm needs held-out pairs for one)", "yellow"
+        words, style = "it has no fitness verdict (stage=eval_reward gives one)", "yellow"
         if verdict is not None:
             words, style = verdict.words, verdict.style
             words += " PPO is run on it all the same." * (refuses and verdict.is_unfit)
-        console.print_line(f"reward {name}: {words}", style)
+        if style:  # of a reward without a fault there is nothing to say
+            console.print_line(f"reward {name}: {words}", style)
     return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
 

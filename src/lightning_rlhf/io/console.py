@@ -66,14 +66,22 @@ def print_detail(message: str) -> None:
 def print_line(message: str, style: str = "", *, is_command: bool = False) -> None:
     """Print a line without markup, with control characters made visible.
 
-    A terminal gets it broken between words, unless one of them, as a path, is longer than a line.
-
     style: a Rich style, for example "yellow". is_command: True never breaks it.
     """
     console, text = get_console(), visible(message)
-    is_whole = is_command or max(map(len, text.split()), default=0) > console.width
-    is_whole |= not console.is_terminal
-    console.print(Text(text, style), soft_wrap=is_whole)
+    lines = broken(text, console.is_terminal and not is_command)
+    console.print(Text(lines, style), soft_wrap=True)
+
+
+def broken(text: str, is_terminal: bool) -> str:
+    """Return a text for a terminal, broken between words, else as it is.
+
+    It stays whole where a word, as a path, is longer than a line.
+    """
+    width = get_console().width
+    if not is_terminal or max(map(len, text.split()), default=0) > width:
+        return text
+    return "\n".join(line.plain.rstrip() for line in Text(text).wrap(get_console(), width))
 
 
 def clock_text(seconds: float) -> str:
