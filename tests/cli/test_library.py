@@ -112,7 +112,7 @@ def test_callbacks_of_lightning_do_what_they_do_elsewhere(
 ) -> None:
     monkeypatch.chdir(workplace.folder)
     best = callbacks.ModelCheckpoint("kept", "{step}", HELD_OUT, mode="max", save_top_k=3)
-    others = callbacks.RichProgressBar(), callbacks.LearningRateMonitor("step")
+    others = callbacks.RichProgressBar(), callbacks.LearningRateMonitor()
     module = fit_ppo(pipeline, best, *others)
     found = rows(Path(module.trainer.log_dir))
     scores = {row["step"]: float(row[HELD_OUT]) for row in found if HELD_OUT in row}

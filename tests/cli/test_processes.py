@@ -97,7 +97,7 @@ def test_slurm_starts_the_processes(place: Workplace, tmp_path: Path) -> None:
     """Of a run with callbacks that need a logger, which the first process alone has."""
     words = (
         *MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25",
-        "callbacks=monitor",
+        "callbacks=monitor", "trainer.log_every_n_steps=1",
     )  # fmt: skip
     first, second = forked(2, lambda: place.call(*words), tmp_path, SRUN)
     assert (first.status, second.status) == (0, 0), first.err

@@ -272,7 +272,9 @@ class StageModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)
         )
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        # Lightning's LearningRateMonitor reads the interval; the modules step the scheduler.
+        schedule = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return `optimizer_class` on groups of parameters with learning rate and weight decay.
