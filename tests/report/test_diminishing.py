@@ -226,8 +226,8 @@ def test_the_stop_is_the_earliest_within_the_noise_and_not_below_the_end() -> No
         found = stop_of(*gold)
         assert (str(found.stop), found.best) == (stop, 20)
     assert str(found) == (
-        "stop at iteration 20 [10-end] by the gold score: 1, the earliest of 4 evaluations on 8 "
-        "prompts that is not below the highest (1 at 20) beyond the noise, nor below the end (0.95)"
+        "after iteration 20 [10-end] the gold score gained nothing beyond the noise: it is 1 there,"
+        " 1 at best, at 20, and 0.95 at the end, in 4 evaluations on 8 prompts"
     )
 
 

@@ -132,10 +132,10 @@ class GoldStop:
 
     def __str__(self) -> str:
         words = (
-            f"stop at iteration {self.stop} by the gold score: {self.gold:z.3g}, the earliest of "
-            f"{self.evaluations} evaluations on {counted(self.prompts, 'prompt')} that is not below"
-            f" the highest ({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below "
-            f"the end ({self.gold_at_end:z.3g})"
+            f"after iteration {self.stop} the gold score gained nothing beyond the noise: it is "
+            f"{self.gold:z.3g} there, {self.gold_at_best:z.3g} at best, at {self.best}, and "
+            f"{self.gold_at_end:z.3g} at the end, in {self.evaluations} evaluations on "
+            f"{counted(self.prompts, 'prompt')}"
         )
         rise = f"from {self.stop} on the reward rose by {self.reward_rise:.2g}"
         return f"{words}; {rise} and the gold score did not" if self.diverges else words
