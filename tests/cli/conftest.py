@@ -267,12 +267,13 @@ CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
 @contextlib.contextmanager
 def empty_pictures() -> Iterator[None]:
     """Curves and plots, a third of the time of a short run; tests/report looks at real ones."""
+    drawn, PNG = Figure.savefig, b"\x89PNG"
 
-    def savefig(self: Figure, file: Path, **options: Any) -> None:
-        Path(file).write_bytes(b"\x89PNG")
+    def savefig(self: Figure, file: Path | io.StringIO, **options: Any) -> None:
+        drawn(self, file, **options) if isinstance(file, io.StringIO) else file.write_bytes(PNG)
 
     def draw_plots(path: Path, title: str, plots: Any) -> None:
-        path.write_bytes(b"\x89PNG")
+        path.write_bytes(PNG)
 
     def svg(plot: Any) -> str:
         return f'<svg role="img" aria-label="{figures._text(plot.title)}"></svg>'

@@ -63,11 +63,11 @@ def test_the_program_is_told_the_numbers_and_its_claims_are_shown(
     out = workplace.call("recipe=small", "ppo.iterations=7", "run=mine").succeeded.out
     told = workplace.outputs / "mine" / "small" / "told.txt"
     assert told.read_text() == "0.5 7 3"
-    assert out.count(" kept ") == 2
+    assert out.count(" kept\n") == 2
     assert "a high number" in out
     assert "Read a book." in out
     out = workplace.call("-m", "recipe=small", "ppo.iterations=7,8").succeeded.out
-    assert out.count(" done ") == 2  # though it leaves no model
+    assert out.count(" done\n") == 2  # though it leaves no model
 
 
 def test_a_claim_that_fails_fails_the_command(workplace: Workplace, recipes: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_claim_that_fails_fails_the_command(workplace: Workplace, recipes: Pat
     assert outcome.error == (
         "Numbers did not keep its promises: a low number is 0.000, promised: 0.5 to 2"
     )
-    assert outcome.out.count(" broken ") == outcome.out.count(" kept ") == 1
+    assert outcome.out.count(" broken\n") == outcome.out.count(" kept\n") == 1
     assert "did not" in workplace.call("recipe=small", "seed=4").error  # for any seed
     out = workplace.call("recipe=small", "ppo.lr=0.25").succeeded.out  # of its own numbers
-    assert out.count(" broken ") == 1
+    assert out.count(" broken\n") == 1
 
 
 @pytest.mark.matrix
@@ -95,5 +95,5 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
         (clip, coef) for clip in ("0.05", "0.2", "0.8") for coef in ("0.0", "0.5")
     }
     # Five claims a clip range, two comparisons of clip ranges with and without the penalty.
-    assert out.count(" kept ") == 3 * 5 + 2 * 2
+    assert out.count(" kept\n") == 3 * 5 + 2 * 2
     assert "broken" not in out

@@ -25,8 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_rlhf
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import arguments, launch, sweep
-from lightning_rlhf.cli import recipe as recipes
+from lightning_rlhf.cli import arguments, launch, recipe, sweep
 from lightning_rlhf.core import errors
 from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io import storage, user_code
@@ -35,10 +34,10 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with, leave_run, worl
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
-from lightning_rlhf.runs.stage import AUTO, STAGES, stage_names
+from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
 
 NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts"),
-        "eval_reward": ("ppo", "prompts")}  # fmt: skip
+        "dpo": ("eval_policy", "prompts"), "eval_reward": ("ppo", "prompts")}  # fmt: skip
 """Stage -> the one that follows it, and the data that this one reads."""
 ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
 """Keys of a command that are not those of the next one."""
@@ -197,15 +196,15 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
 
 def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
-    recipe, stage = (
+    name, stage = (
         OmegaConf.select(cfg, key, throw_on_resolution_failure=False) for key in ("recipe", "stage")
     )
-    if recipe is not None:
+    if name is not None:
         if stage is not None:
-            raise errors.ConfigError(f"recipe={recipe} runs its own stages; leave out stage=")
+            raise errors.ConfigError(f"recipe={name} runs its own stages; leave out stage=")
         arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
-        recipes.run(recipe, cfg, overrides)
+        recipe.run(name, cfg, overrides)
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if not in_sweep and stage in names:
@@ -224,23 +223,36 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
     trainer, definition = settings.trainer, settings.definition
+    is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
+    if is_alone and not (settings.resume and state_of(settings) == "done"):
+        print_line(f"{settings.stage}: {folders.folder_of(settings)}", "bold")
     # Without processes on the other machines, a stage that does not train computes in this one.
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
     if trainer.processes > 1 and world().size == 1 and is_startable:
         launch.run_processes(settings, overrides)
     else:
         fit.fit(settings)
-    is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
     if is_alone and settings.stage != "rank":
+        line = f"next: {arguments.program_name()} {shlex.join(next_words(settings, overrides))}"
+        print_line(arguments.without_secrets(line, overrides), is_command=True)
+
+
+def next_words(settings: Settings, overrides: Sequence[str]) -> list[str]:
+    """Return the words of the command that follows a stage which was run with the overrides."""
+    if settings.stage not in NEXT:
         talking = ("ppo", "dpo") if settings.stage == "eval_policy" else (settings.stage,)
         finals = (folders.folder_of(settings, x) / folders.FINAL for x in ("sft", *talking))
-        words = ["chat", *(str(final) for final in finals if final.is_dir())]
-        if settings.stage in NEXT:
-            given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
-            kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
-            following, data = NEXT[settings.stage]
-            words = [*launch.own_configs(), f"stage={following}", *kept]
-            if getattr(settings.data, data).train is None:
-                words.append(f"data.{data}.train=FILE.jsonl")
-        line = f"next: {arguments.program_name()} {shlex.join(words)}"
-        print_line(arguments.without_secrets(line, overrides), is_command=True)
+        return ["chat", *(str(final) for final in finals if final.is_dir())]
+    (following, data), config = NEXT[settings.stage], settings.config
+    words = [*launch.own_configs(), f"stage={following}"]
+    given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
+    owners = [arguments.stage_of(override, STAGES) for override in given]
+    words += [str(o.input_line) for o, owner in zip(given, owners, strict=True) if owner is None]
+    if settings.stage == "ppo" and "ppo" in owners:  # the policy samples as in its training
+        keys = ("temperature", "max_response_tokens")
+        words += [f"eval_policy.{key}={getattr(config, key)}" for key in keys]
+        stops = ",".join(map(launch.override_value, config.stop_strings))
+        words += [f"eval_policy.stop_strings=[{stops}]"] if stops else []
+    if getattr(settings.data, data).train is None:
+        words.append(f"data.{data}.train=FILE.jsonl")
+    return words

@@ -145,13 +145,13 @@ def choose(
 def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out: Path) -> Export:
     """Return the export of a step of the run in `folder` to the folder `out`.
 
-    The metrics of PPO include those before the first iteration, as in `final/`.
+    The metrics include those before the first step, as in `final/`.
     """
     ending, found = read_ending(folder), measured_at(folder, step)
     last = max(step, *(int(path.stem) for path in files.numbered(checkpoint.parent)))
     last, stopped = (last, None) if ending is None else (ending.last_step, ending.stopped)
-    if settings.definition.validates_first and found:
-        found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
+    if found:
+        found = measured_before(folder) | found
     # A run of another version may be exported: its weights have the names of this one's, or not.
     version = files.read_stamp(checkpoint)["version"]
     return Export(
@@ -196,6 +196,11 @@ def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, flo
     """Return the metrics after `step` whose names have the prefix; {} where there are none."""
     cells = files.read_rows(folder / METRICS).get(step, {})
     return {name: x for name, x in cells.items() if name.startswith(prefix)}
+
+
+def measured_before(folder: Path) -> dict[str, float]:
+    """Return the metrics of the evaluation before the first step, each as start/NAME."""
+    return {f"start/{name}": x for name, x in measured_at(folder, 0).items()}
 
 
 def ending_of(

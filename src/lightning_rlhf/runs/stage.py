@@ -72,8 +72,6 @@ class Stage:
     evaluations are neither better nor worse: `best` of its section names a metric then."""
     unit: ClassVar[str] = "optimizer step"
     """Unit in which steps are counted: the label of the x-axis of the curves."""
-    validates_first: ClassVar[bool] = False
-    """True if all validation data are evaluated before the first step."""
     headlines: ClassVar[tuple[str, ...]] = ()
     """Metrics in the progress bar."""
     summary: ClassVar[tuple[str, ...]] = ()

@@ -137,7 +137,7 @@ def fit(settings: Settings) -> Path:
         if chosen is None:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
-        told = stage.summarise(run, module, chosen)
+        told = select.measured_before(run.folder) | stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
@@ -315,7 +315,7 @@ def trainer_of(
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,
         use_distributed_sampler=False,
-        num_sanity_val_steps=-1 if stage.validates_first else 0,
+        num_sanity_val_steps=-1,  # all validation data are evaluated before the first step
         logger=loggers,
         enable_checkpointing=False,
         default_root_dir=run.folder,

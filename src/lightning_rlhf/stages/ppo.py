@@ -39,7 +39,6 @@ class PPO(stage.Stage):
     reads_judge = True
     goal = ((HELD_OUT, "max"),)
     unit = "iteration"
-    validates_first = True
     headlines = tuple(HEADLINES)
     summary = (HELD_OUT, HELD_OUT_KL, "eval/response_tokens", GOLD, "eval/judge/correct")
     volatile = ("kl_warning",)
@@ -123,7 +122,7 @@ class PPO(stage.Stage):
         )  # fmt: skip
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
-        """Print what the training changed; return the evaluations before it and after it."""
+        """Print what the training changed; return the evaluation after it."""
         first, last = self.evaluation.first, self.evaluation.last
         ending = folders.read_ending(run.folder)
         assert first is not None and last is not None and ending is not None  # noqa: PT018
@@ -134,7 +133,7 @@ class PPO(stage.Stage):
         if final is not None and (why := tables.collapsed(final, self.name)) is not None:
             console.print_line(f"warning: {why}", "yellow")
         diminishing.write_diminishing(run.folder, folders.run_name(run.settings))
-        return {f"start/{name}": value for name, value in first.items()} | last
+        return last
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         critic = module.critic
