@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Notebook: PPO with a loss of your own
 # SFT, a reward model and PPO in a Lightning Trainer, with the embedded model: no download.
-# `jupytext --to notebook examples/notebook.py` makes a notebook of this page, and
-# `python examples/notebook.py` runs it.
+# `pip install jupytext notebook ipywidgets`, `jupytext --to notebook examples/notebook.py` and
+# `jupyter notebook examples/notebook.ipynb` open it; `python examples/notebook.py` runs it.
 
 # %%
 import csv
@@ -20,8 +20,8 @@ from lightning_rlhf.core.policy_losses import PolicyBatch, PolicyLosses
 
 # %% [markdown]
 # ## Settings
-# They are words of the [command line](../docs/configuration.md). A stage reads its section, and
-# starts from what the earlier ones saved in `outputs/notebook`.
+# They are words of the [command line](../docs/configuration.md). A stage starts from what
+# earlier ones saved. The reward model gets no [verdict](../docs/library.md#the-trainer) here.
 
 # %%
 WORDS = ["run=notebook", "overwrite=true", *os.environ.get("OVERRIDES", "").split()]
@@ -35,15 +35,15 @@ def train(stage: str, *words: str) -> tuple[Path, list[dict[str, str]]]:
     logger = CSVLogger(settings.outputs / "notebook" / "logs", name=stage)
     trainer = L.Trainer(
         max_epochs=1, accelerator=settings.trainer.accelerator, logger=logger, log_every_n_steps=1,
-        precision=settings.trainer.precision, val_check_interval=every,
+        precision=settings.trainer.precision, val_check_interval=every, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(training.module, training.data)
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         return lightning_rlhf.save(training), list(csv.DictReader(file))
 
 
-train("sft")
-train("rm")
+for stage in ("sft", "rm"):
+    train(stage)
 
 # %% [markdown]
 # ## A loss of your own
