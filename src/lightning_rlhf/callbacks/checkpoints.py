@@ -202,8 +202,8 @@ class Checkpoints(progress.Stateful):
         bad = [f"{name} is {metrics[name]:g}" for name in names if not math.isfinite(metrics[name])]
         if bad:  # before the evaluation counts as done, so that a resumed run raises it again
             stage, made = self.origin.stage, trainer.global_step
-            told = f"{stage} has diverged: after step {step}, {' and '.join(bad)}"
-            raise DivergedError(f"{told}. {divergence_advice(stage, made)}")
+            message = f"{stage} has diverged: after step {step}, {' and '.join(bad)}"
+            raise DivergedError(f"{message}. {divergence_advice(stage, made)}")
         self.evaluated = self.measured = step
         self.last = found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
@@ -273,8 +273,8 @@ def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
     reward = ", a reward of enormous size, or a formula of your own" if stage == "ppo" else ""
     if made == 0:
-        told = "No update was made before them, so that no learning rate did this"
-        return f"{told}: it is the model that the run starts from, or the data{reward}"
+        reason = "No update was made before them, so that no learning rate did this"
+        return f"{reason}: it is the model that the run starts from, or the data{reward}"
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "

@@ -221,8 +221,8 @@ def reward_flat(history: History) -> str | None:
     error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / third)
     spread = fmean(row["rollout/reward_std"] for row in rows)
     is_flat = spread != 0.0 and gain + 2 * error < GAIN * spread
-    told = f"gain {gain:.3g}, standard error {error:.2g}; standard deviation {spread:.3g}"
-    return told if is_flat else None
+    numbers = f"gain {gain:.3g}, standard error {error:.2g}; standard deviation {spread:.3g}"
+    return numbers if is_flat else None
 
 
 def reward_against_gold(history: History) -> str | None:
@@ -382,8 +382,8 @@ class Diagnosis(Callback):
             try:
                 numbers = each.find(history)
             except FAULTS as error:  # code of the user's own
-                told = f"raised {error!r} after iteration {iteration}; allowed: a text, or None"
-                raise ConfigError(f"the rule {each.name!r} of the diagnosis {told}") from error
+                fault = f"raised {error!r} after iteration {iteration}; allowed: a text, or None"
+                raise ConfigError(f"the rule {each.name!r} of the diagnosis {fault}") from error
             if numbers is None:
                 continue
             symptom = f"{each.when} ({numbers})"

@@ -342,9 +342,9 @@ class Recorder(Callback):
         bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
         path = rollouts.file_of(self.run_dir, iteration)
         command = f"lightning-rlhf replay {self.run_dir} --iteration {iteration}"
-        told = f"Iteration {iteration} is in {path}, and `{command}` shows it"
+        where = f"Iteration {iteration} is in {path}, and `{command}` shows it"
         batch = rows_text(self.rows, self.rows.numbers, experience.index.tolist(), bad)
-        keep_batch(exception, path, self.columns(pl_module), f"{told}; {batch}")
+        keep_batch(exception, path, self.columns(pl_module), f"{where}; {batch}")
 
 
 @dataclass(eq=False)
@@ -395,12 +395,12 @@ class KeepLastBatch(Callback):
 
 
 def keep_batch(
-    error: errors.NotFiniteError, path: Path, columns: Mapping[str, Any], told: str
+    error: errors.NotFiniteError, path: Path, columns: Mapping[str, Any], message: str
 ) -> None:
     """Write the batch that ended a run, and let the error tell it; print why it is not kept."""
     try:
         rollouts.write_table(path, columns)
-        error.batch = told
+        error.batch = message
     except errors.StorageError as failure:  # must not replace the exception that ended the run
         print_line(f"the batch that ended the run is not kept: {failure}")
 

@@ -79,8 +79,8 @@ def rollout_metrics(experience: records.Experience, group_size: int = 1) -> dict
         metrics["rollout/score_std_within"] = groups.var(dim=1, correction=0).mean().sqrt()
         metrics["rollout/score_std_between"] = groups.mean(dim=1).std(correction=0)
     found = {name: value.item() for name, value in metrics.items()}
-    if (told := experience.sampler_logprobs) is not None:
-        gap = logprobs.logprob_gap(experience.old_logprobs, told, mask)
+    if (sampled := experience.sampler_logprobs) is not None:
+        gap = logprobs.logprob_gap(experience.old_logprobs, sampled, mask)
         found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"] = gap
     return found
 
@@ -275,15 +275,15 @@ class PPOMetrics(StepRows):
             **time_metrics(result.seconds, tokens, len(experience)),
             **self.count(computed | reward.spent(), compute.peak_memory(pl_module.device)),
         }
-        config, told = pl_module.config, experience.sampler_logprobs
+        config, sampled = pl_module.config, experience.sampler_logprobs
         if config.resample_groups:
             replaced, size = [len(one) for one in result.replaced], config.group_size
             before = replaced[0] / len(experience) if replaced else 0.0
             metrics["rollout/groups_alike_first"] = before
             metrics["rollout/resample_rounds"] = float(len(replaced))
             metrics["rollout/prompts_drawn"] = (len(experience) + sum(replaced)) / size
-        if config.importance_mask is not None and told is not None:
-            log_ratio, mask = experience.old_logprobs - told, experience.response_mask
+        if config.importance_mask is not None and sampled is not None:
+            log_ratio, mask = experience.old_logprobs - sampled, experience.response_mask
             kept = losses.kept_responses(log_ratio, mask, config.importance_mask)
             metrics["rollout/importance_masked"] = 1 - kept.double().mean().item()
         terms = reward.terms

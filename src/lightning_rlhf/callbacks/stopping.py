@@ -92,8 +92,8 @@ class EarlyStop(progress.Stateful):
                 best = progress.metric_text(SIGNS[mode] * self.best)
                 since = f" since {best} at step {self.best_step}"
             count = errors.counted(self.without, "evaluation")
-            told = f"{name} has not gained more than {self.config.min_gain:g}{since}, in {count}"
-            self.end(trainer, f"{told} ({self.section}.stop.patience)")
+            reason = f"{name} has not gained more than {self.config.min_gain:g}{since}, in {count}"
+            self.end(trainer, f"{reason} ({self.section}.stop.patience)")
 
     def end(self, trainer: Trainer, why: str) -> None:
         """End the run after this step."""

@@ -93,8 +93,8 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
     """
 
     def refuse(message: str) -> NoReturn:
-        told = without_secrets(message, words)
-        raise ConfigError(f"{told}; allowed: KEY=VALUE without -, or an option of --hydra-help")
+        reason = without_secrets(message, words)
+        raise ConfigError(f"{reason}; allowed: KEY=VALUE without -, or an option of --hydra-help")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
@@ -205,8 +205,8 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
         reason += f"did you mean {meant}? " * bool(meant)
         reason += f"allowed: {', '.join(error.options)}"
     else:
-        told = (without_secrets(str(found), words) for found in (error, cause or ""))
-        reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in told)[:400]
+        texts = (without_secrets(str(found), words) for found in (error, cause or ""))
+        reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in texts)[:400]
     return " ".join(reason.split())
 
 

@@ -155,8 +155,8 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
     manifest, parent = final.manifest, final.parent(SFT)
     assert manifest is not None
     if manifest.stage == "rm":
-        told = f"{final.path} is a reward model; allowed: --reward {final.path}"
-        raise errors.CheckpointError(told)
+        message = f"{final.path} is a reward model; allowed: --reward {final.path}"
+        raise errors.CheckpointError(message)
     config = replace(config, gradient_checkpointing=False)
     is_on_base = False
     if final.is_adapter:  # one on the base weights includes that of SFT

@@ -84,13 +84,13 @@ def run_command(
         process = subprocess.Popen(command, env={**os.environ, **environment}, **options)
         for signum in tuple(received):  # before there was a process
             process.send_signal(passed.get(signum, signum))
-        is_told = False
+        is_terminated = False
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            if not is_told and stopped_by() is not None:
+            if not is_terminated and stopped_by() is not None:
                 process.terminate()
-                is_told = True
+                is_terminated = True
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

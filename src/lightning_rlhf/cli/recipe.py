@@ -321,11 +321,11 @@ def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, writt
         changed |= dict.fromkeys(folders.differing_keys(found.tree, own, free))
     broken = [row for row in rows if row.verdict == "broken"]
     if broken and not changed:
-        told = "; ".join(f"{x.metric} is {x.measured}, promised: {x.promised}" for x in broken)
-        raise RLHFError(f"{title} did not keep its promises: {told}")
+        failures = "; ".join(f"{x.metric} is {x.measured}, promised: {x.promised}" for x in broken)
+        raise RLHFError(f"{title} did not keep its promises: {failures}")
     if broken:
-        told = f"Not as the recipe is written: {', '.join(changed)}"
-        print_line(f"{told}; so its promises are shown and not enforced.")
+        changes = f"Not as the recipe is written: {', '.join(changed)}"
+        print_line(f"{changes}; so its promises are shown and not enforced.")
 
 
 def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str]) -> None:

@@ -63,12 +63,12 @@ def replay(arguments: Sequence[str]) -> None:
         row = rows[number]
         score, end = with_sign(row["score"]), "ended" if row["ended"] else "cut off"
         parts = [f"{name} {with_sign(x)}" for name, x in row["parts"].items()]
-        told = [f"response {number}: score {score}", *(parts if len(parts) > 1 else ())]
-        told += [counted(len(row["token_texts"]), "token"), end]
-        told += [f"KL {with_sign(sum(row['kl']))} nats"]
+        heading = [f"response {number}: score {score}", *(parts if len(parts) > 1 else ())]
+        heading += [counted(len(row["token_texts"]), "token"), end]
+        heading += [f"KL {with_sign(sum(row['kl']))} nats"]
         names = [name for name in COLUMNS if name in row]
         columns = [map(repr, row["token_texts"]), *(map(with_sign, row[x]) for x in names)]
-        response = {"heading": ", ".join(told), "prompt": row["prompt"], "kl": row["kl"]}
+        response = {"heading": ", ".join(heading), "prompt": row["prompt"], "kl": row["kl"]}
         response |= {"text": row["token_texts"], "advantage": row["advantages"]}
         response["names"] = ["token", *(COLUMNS[name][0] for name in names)]
         shown.append(response | {"rows": [list(cells) for cells in zip(*columns, strict=True)]})

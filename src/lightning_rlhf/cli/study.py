@@ -194,9 +194,9 @@ class Trials:
         try:
             lock.enter_context(locked(file))
         except Timeout:
-            told = f"another command runs trials of the study {self.name}, and holds {file}"
+            reason = f"another command runs trials of the study {self.name}, and holds {file}"
             ways = f"one at a time, with {KEY}.n_jobs and a launcher for several trials"
-            raise errors.ConfigError(f"{told}; allowed: {ways}") from None
+            raise errors.ConfigError(f"{reason}; allowed: {ways}") from None
         with lock:
             trials = self.study.trials
             left = [trial.number for trial in trials if not trial.state.is_finished()]
@@ -211,7 +211,7 @@ class Trials:
                 numbers = [n for n in numbers if n in firsts]
                 words = [[*self.fixed, *self.chosen(n)] for n in numbers]
                 self.sweep.launch(list(map(self.sweep.job, words, map(self.report, numbers))))
-                results[-len(numbers) :] = map(self.told, numbers, results[-len(numbers) :])
+                results[-len(numbers) :] = map(self.finish, numbers, results[-len(numbers) :])
 
     def chosen(self, number: int) -> list[str]:
         """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""
@@ -228,7 +228,7 @@ class Trials:
         words = flatten({**values, "pruner": dict(self.config.pruner or {})}).items()
         return [f"callbacks.trial.{k}={json.dumps(x, ensure_ascii=False)}" for k, x in words]
 
-    def told(self, number: int, job: Job) -> Job:
+    def finish(self, number: int, job: Job) -> Job:
         """Report the result of a job to its trial, and return it; a stopped one stays unfinished.
 
         A job whose run was that of an earlier trial that was pruned is pruned too.

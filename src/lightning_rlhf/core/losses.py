@@ -238,17 +238,17 @@ def importance_factors(
     keys = {"importance_cap": config.importance_cap, "importance_mask": config.importance_mask}
     if all(value is None for value in keys.values()):
         return None
-    if (told := batch.sampler_logprobs) is None:
+    if (sampled := batch.sampler_logprobs) is None:
         allowed = "null for a sampler that is exact, or returns no log-probabilities"
         key = next(key for key, value in keys.items() if value is not None)
         raise errors.ConfigError(errors.refusal(f"{stage}.{key}", keys[key], allowed))
-    factors = torch.ones_like(told)
+    factors = torch.ones_like(sampled)
     if config.importance_cap is not None:
-        log_ratio = torch.where(batch.response_mask, batch.old_logprobs - told, 0)
+        log_ratio = torch.where(batch.response_mask, batch.old_logprobs - sampled, 0)
         factors = torch.exp(log_ratio).clamp(max=config.importance_cap)
     if config.importance_mask is not None:
         is_kept = kept_responses(
-            batch.old_logprobs - told, batch.response_mask, config.importance_mask
+            batch.old_logprobs - sampled, batch.response_mask, config.importance_mask
         )
         factors = torch.where(is_kept[:, None], factors, 0)
     return factors

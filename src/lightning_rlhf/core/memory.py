@@ -86,5 +86,5 @@ class MicrobatchSize:
                 ) from error
             if self.rows == rows:  # other work with this object has not halved it
                 self.rows //= 2
-                told = f"{self.key} is {self.rows} from now on, which changes no result"
-                warnings.warn(f"out of memory: {told}", stacklevel=3)
+                change = f"{self.key} is {self.rows} from now on, which changes no result"
+                warnings.warn(f"out of memory: {change}", stacklevel=3)

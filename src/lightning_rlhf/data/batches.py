@@ -196,9 +196,9 @@ class StageData(LightningDataModule):
         """
         before = state_dict["digests"]
         if changed := [key for key, value in self._facts.items() if before.get(key) != value]:
-            told = "; ".join(f"{k} was {before.get(k)}, is {self._facts[k]}" for k in changed)
+            changes = "; ".join(f"{k} was {before.get(k)}, is {self._facts[k]}" for k in changed)
             raise CheckpointError(
-                f"cannot resume: {told}. The batches depend on it; resume with the data, the "
+                f"cannot resume: {changes}. The batches depend on it; resume with the data, the "
                 "tokenizer, the template and the order of the start, or start a new run"
             )
         self.schedule.start = state_dict["batches_trained"]

@@ -129,8 +129,8 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
     prompts = {response: len({p for _, p in given}) for response, given in answered.items()}
     many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
     for r in many:
-        told = f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}"
-        found["one_for_many"].append(told)
+        line = f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}"
+        found["one_for_many"].append(line)
     left_out = sum((rows.left_out for rows in (train, held_out) if rows), Counter())
     counts = {name: len(lines) for name, lines in found.items()} | {
         "identical": left_out[IDENTICAL],

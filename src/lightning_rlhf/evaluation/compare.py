@@ -151,8 +151,8 @@ class RunComparison:
         note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
         note *= any(len(group.runs) > 1 for group in self.groups)
         if self.unequal:
-            told = f"Not comparable: evaluated with different {' and '.join(self.unequal)}."
-            note = f"{told} {note}".strip()
+            warning = f"Not comparable: evaluated with different {' and '.join(self.unequal)}."
+            note = f"{warning} {note}".strip()
         return tables.Table(title="Results", columns=columns, rows=rows, note=note)
 
     def differences(self) -> tables.Table:
@@ -271,8 +271,8 @@ def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> R
     plotted = [name for name in dict.fromkeys([*first, *known.headlines]) if name in measured]
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
     unit, groups = "step" if definition is None else definition.unit, grouped(runs)
-    told = unequal(runs)
-    return RunComparison(chosen, unit, groups, first or evaluated, plotted or evaluated, told)
+    shown = first or evaluated, plotted or evaluated
+    return RunComparison(chosen, unit, groups, *shown, unequal(runs))
 
 
 def runs_in(folder: Path) -> list[Path]:

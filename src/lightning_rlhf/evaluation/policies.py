@@ -231,9 +231,9 @@ class Task:
             parts = {way: self.sample(SFT, roles, role, *how) for way, how in sft_ways.items()}
             drawn = {SFT: (parts, self.perplexity(roles, role)), **drawn}
         found = []
-        for name, (parts, told) in drawn.items():
+        for name, (parts, perplexity) in drawn.items():
             samples = {way: self.scored(roles, reward, some) for way, some in parts.items()}
-            found.append(PolicySamples(name=name, samples=samples, perplexity=told))
+            found.append(PolicySamples(name=name, samples=samples, perplexity=perplexity))
         if not run.replicas.is_first:
             sys.exit()
         return found

@@ -241,8 +241,8 @@ def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
         found |= run.manifest.verdicts
     elif run.definition is not None:
         with measured.damage_named(final / run.definition.numbers) as path:
-            told = (measured.optional_json(path) or {}).get("verdicts", {})
-            found |= {name: Judgement(**fields) for name, fields in told.items()}
+            stored = (measured.optional_json(path) or {}).get("verdicts", {})
+            found |= {name: Judgement(**fields) for name, fields in stored.items()}
     _, count = run.curves.get(f"{FITNESS}pairs", ((), (0,)))
     is_measured = count[-1] >= fitness_page.MIN_COUNT and measured.LOWEST in run.curves
     flat, verdicts = flatten(run.tree), []

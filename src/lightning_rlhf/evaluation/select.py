@@ -220,9 +220,9 @@ def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.Lightn
     if made := trainer.global_step:
         trained = [(name, held(p)) for name, p in module.named_parameters() if p.requires_grad]
         if bad := [name for name, parameter in trained if not parameter.isfinite().all()]:
-            told = f"{stage} has diverged: after step {position(trainer, module)}, {len(bad)} of "
-            told += f"{len(trained)} trained parameters are NaN or infinite (the first: {bad[0]})"
-            raise errors.DivergedError(f"{told}. {checkpoints.divergence_advice(stage, made)}")
+            reason = f"{stage} has diverged: after step {position(trainer, module)}, {len(bad)} of "
+            reason += f"{len(trained)} trained parameters are NaN or infinite (the first: {bad[0]})"
+            raise errors.DivergedError(f"{reason}. {checkpoints.divergence_advice(stage, made)}")
         return
     rows, found = files.read_rows(folder / METRICS).values(), []
     remedy = checkpoints.divergence_advice(stage, 0)

@@ -159,8 +159,8 @@ def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]
     try:
         yield
     except Exception as error:
-        is_told = path is None and isinstance(error, StorageError)
-        if is_told or (number := full_disk(error)) is None:
+        is_named = path is None and isinstance(error, StorageError)
+        if is_named or (number := full_disk(error)) is None:
             raise
         file = path or getattr(error, "filename", None)
         room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -171,8 +171,8 @@ def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]
         elif file is not None:
             free = shutil.disk_usage(Path(file).parent).free
             room = f"{readable(free)} are free now. Make room there"
-        told = f"{file or 'a file'} was not written: {os.strerror(number)}{needs} {room}"
-        raise StorageError(told) from error
+        message = f"{file or 'a file'} was not written: {os.strerror(number)}{needs} {room}"
+        raise StorageError(message) from error
 
 
 def full_disk(error: BaseException | None) -> int | None:

@@ -124,10 +124,10 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         file = path if where.endswith(".py") else file_of_module(where)
-        told = repr(error)
+        fault = repr(error)
         if isinstance(error, SyntaxError) and error.filename == str(file):
-            told = f"SyntaxError: {error.msg}"
-        reason = f"{where} fails{place_of(error, file)}: {told}"
+            fault = f"SyntaxError: {error.msg}"
+        reason = f"{where} fails{place_of(error, file)}: {fault}"
         if missing is not None and f"{where}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {FORMS[what]}"
         raise ConfigError(f"{key} is {source!r}; {reason}") from error

@@ -52,8 +52,8 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
         unpatch(model)
         reason = f"{name} of transformers {transformers.__version__}: {fault}"
         if choice == "auto":
-            told = f"the model keeps its own layers, which are slower: {reason}"
-            warnings.warn(told, stacklevel=2)
+            message = f"the model keeps its own layers, which are slower: {reason}"
+            warnings.warn(message, stacklevel=2)
     if choice == "fast":
         raise ConfigError(f"model.kernels is 'fast', but {reason}; allowed: {allowed}")
     return Kernels("plain", reason)

@@ -98,8 +98,8 @@ def start_from(
         allowed = "the final/ folder of stage=sft, ppo or dpo"
         raise CheckpointError(f"{sft.path} is a reward model; allowed: {allowed}")
     if sft.manifest is None and sft.is_adapter:
-        told = f"{sft.path} has no fingerprint that shows whether it belongs to this base model"
-        warnings.warn(told, stacklevel=2)
+        message = f"{sft.path} has no fingerprint that shows whether it belongs to this base model"
+        warnings.warn(message, stacklevel=2)
     if trainable:
         roles = Roles(whole_weights(config, sft, None, seed), config.kernels)
     else:
@@ -211,8 +211,8 @@ def check_positions(
         raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
     if warns and limit not in WARNED:
         WARNED.add(limit)
-        told = f"{has} was made for (max_position_embeddings), beyond which its answers and scores "
-        warnings.warn(f"{told}may be meaningless; {advice}", stacklevel=2)
+        reason = f"{has} was made for (max_position_embeddings), beyond which its answers and "
+        warnings.warn(f"{reason}scores may be meaningless; {advice}", stacklevel=2)
 
 
 def check_room(

@@ -74,8 +74,8 @@ def load_causal_lm(
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
     if trainable and config.dtype != "float32":
-        told = f"model.dtype={config.dtype} is for frozen weights; all are trained here, in float32"
-        warnings.warn(told, stacklevel=2)
+        reason = "is for frozen weights; all are trained here, in float32"
+        warnings.warn(f"model.dtype={config.dtype} {reason}", stacklevel=2)
     if weights is None and config.from_config is not None:
         model = random_model(config, seed).to(dtype).eval()
     else:

@@ -298,8 +298,8 @@ class Roles(nn.Module):
                 else:
                     self.model = PeftModel(self.model, config, adapter_name=role)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
-            told = f"model.lora.target_modules={targets}: {first_line(error)}"
-            raise CheckpointError(told) from error
+            message = f"model.lora.target_modules={targets}: {first_line(error)}"
+            raise CheckpointError(message) from error
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:

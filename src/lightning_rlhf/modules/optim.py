@@ -119,8 +119,8 @@ def optimizer_faults() -> Iterator[None]:
     except (errors.RLHFError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a class of the user's own may raise anything
-        told = f"{errors.first_line(error)} ({type(error).__name__})"
-        raise errors.ConfigError(f"optimizer: {told}") from error
+        message = f"{errors.first_line(error)} ({type(error).__name__})"
+        raise errors.ConfigError(f"optimizer: {message}") from error
 
 
 class MuonAdamW(Optimizer):

@@ -239,8 +239,8 @@ def svg(plot: curves.Plot) -> str:
         before, dot, group = found.partition(f'<g id="dots {number}">')
         tips = [_tip(series, *point) for point in dots(plot, series)]
         first, *uses = re.split("(?=<use )", group, maxsplit=len(tips))
-        told = (use.replace("/>", f">{tip}</use>", 1) for use, tip in zip(uses, tips, strict=True))
-        found = f"{before}{dot}{first}{''.join(told)}"
+        marks = (use.replace("/>", f">{tip}</use>", 1) for use, tip in zip(uses, tips, strict=True))
+        found = f"{before}{dot}{first}{''.join(marks)}"
     found = re.sub(r'<g id="[^"]*"/>| transform="rotate\(-0 [^"]*"', "", found)
     found = re.sub(r'<g id="[^"]*">', "<g>", found).replace("xlink:href", "href")
     found = re.sub(r"font-family:[^;\"]*;? ?", "", found)

@@ -274,21 +274,21 @@ class FitnessReport:
         leads = {f"fitness/probe_{probe['kind']}": probe["lead"] for probe in self.probes}
         self.metrics = {**self.fitness.metrics, "fitness/flags": float(len(self.flags)), **leads}
         outcome = self.findings[0].outcome
-        told, advice = CONCLUSIONS["flagged" if outcome == "clear" and self.flags else outcome]
+        result, advice = CONCLUSIONS["flagged" if outcome == "clear" and self.flags else outcome]
         reasons = tuple(f"{one.subject}: {one.words}" for one in self.flags)
-        self.verdict = Verdict(outcome == "flag", summary(told, self.findings), reasons)
+        self.verdict = Verdict(outcome == "flag", summary(result, self.findings), reasons)
         watched = dict.fromkeys(one.check.advice for one in self.flags if one.check.advice)
         self.advice, self.words = advice.format("; ".join(watched)), [self.verdict.words]
         flawed = [one.subject for one in self.in_pairs if one.outcome == "flag"]
-        told = "No check found a fault in them."
+        result = "No check found a fault in them."
         if flawed:
-            told = "Some are flawed: what is trained or measured on them says less than it seems."
+            result = "Some are flawed: what is trained or measured on them says less than it seems."
             named = f"The pairs are flagged ({', '.join(flawed)})"
             self.advice += f" {named}: mend them and train again first."
         elif all(one.outcome == "not tested" for one in self.in_pairs):
-            told = "Too few to be judged."
+            result = "Too few to be judged."
         if self.problems is not None:
-            self.words.append(f"About the pairs: {summary(told, self.in_pairs)}")
+            self.words.append(f"About the pairs: {summary(result, self.in_pairs)}")
 
     def write(self, folder: Path) -> None:
         """Write report.md, fitness.json and the picture of the scores into an existing folder."""

@@ -171,15 +171,15 @@ class RewardServer:
         except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(422, str(error)) from None
         except user_code.FAULTS as error:  # their texts may quote those of others
-            told = "".join(traceback.format_exception(error)).rstrip()
-            _log.error("a request could not be scored\n%s", console.visible(told))
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            _log.error("a request could not be scored\n%s", console.visible(trace))
             raise HTTPException(500, f"{type(error).__name__}: {error}") from None
         finally:
             self.is_scoring = False
         if len(scores) != len(asked.responses) or not all(map(math.isfinite, scores)):
             count = counted(len(asked.responses), "response")
-            told = f"the reward gave {quoted(scores)} for {count}; allowed: one finite number each"
-            raise HTTPException(500, told)
+            given = f"the reward gave {quoted(scores)} for {count}"
+            raise HTTPException(500, f"{given}; allowed: one finite number each")
         return scores
 
 

@@ -52,8 +52,8 @@ class Reward:
         found = [dict[str, str]() for _ in decoded.responses]
         for term, source in zip(self.terms, self.sources, strict=True):
             texts = source.explain(decoded) if hasattr(source, "explain") else None
-            for told, text in zip(found, texts or (), strict=False):
-                told |= {} if text is None else {term.name: str(text)}
+            for explained, text in zip(found, texts or (), strict=False):
+                explained |= {} if text is None else {term.name: str(text)}
         return found
 
     def spent(self) -> dict[str, float]:

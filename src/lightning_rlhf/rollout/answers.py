@@ -51,8 +51,8 @@ def check_answers(
             advice = "start the server with a larger --max-lora-rank"
         elif "adapter" in text:
             advice = f"{SECTION}.adapters=FOLDER with a folder that the server sees by this path"
-        told = f"{SECTION}.url: the server answered {status} to loading an adapter: {text}"
-        raise ConfigError(f"{told}; allowed: {advice}")
+        message = f"{SECTION}.url: the server answered {status} to loading an adapter: {text}"
+        raise ConfigError(f"{message}; allowed: {advice}")
     status, found = probe
     size = f"that of a model with a vocabulary of {len(logits)} tokens, as the run has"
     require(status == 200, "the server's answer to the probe", str(found)[:300], size)

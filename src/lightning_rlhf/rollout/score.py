@@ -179,7 +179,7 @@ def annotate(
         batch_size: number of rows that a critic on another trunk than the policy's reads at a time.
     """
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
-    told = None if is_exact else sampled.logprobs
+    sampler_logprobs = None if is_exact else sampled.logprobs
     if logprobs is None:
         on_trunk = critic if critic is not None and critic.shares_trunk else None
         read = partial(predict, sampled, roles, on_trunk, temperature)
@@ -187,7 +187,7 @@ def annotate(
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     values = torch.zeros_like(logprobs) if values is None else values
-    found = {"logprobs": logprobs, "values": values, "sampler_logprobs": told}
+    found = {"logprobs": logprobs, "values": values, "sampler_logprobs": sampler_logprobs}
     return records.Rollout(**vars(sampled) | found)
 
 

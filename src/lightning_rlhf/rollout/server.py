@@ -149,8 +149,8 @@ class ServerSampler(BatchSampler):
             if logits is not None:
                 served[url] = self.check(url, name, answer, logits)
             elif answer[0] != 200:
-                told = f"{answer[0]} to loading an adapter: {str(answer[1])[:300]}"
-                raise SamplerError(f"{SECTION}.url: {url} answered {told}")
+                answered = f"{answer[0]} to loading an adapter: {str(answer[1])[:300]}"
+                raise SamplerError(f"{SECTION}.url: {url} answered {answered}")
             for old in self.written[-2:-1]:
                 self.ask(url, UNLOAD, {"lora_name": old})
         while len(self.written) > 2:
@@ -204,14 +204,14 @@ class ServerSampler(BatchSampler):
         with ThreadPoolExecutor(min(AT_ONCE, len(numbers))) as threads:
             found = list(threads.map(respond, range(len(numbers))))
         response, response_mask = pad([tokens for tokens, _, _ in found], 0, "right")
-        told = torch.zeros(response.shape)
-        told[response_mask] = torch.tensor([x for _, some, _ in found for x in some])
+        drawn = torch.zeros(response.shape)
+        drawn[response_mask] = torch.tensor([x for _, some, _ in found for x in some])
         return records.SampledResponses(
             tokens=torch.cat([prompts.tokens.cpu(), response], dim=1),
             mask=torch.cat([prompts.mask.cpu(), response_mask], dim=1),
             response_mask=response_mask,
             ended=torch.tensor([ended for _, _, ended in found]),
-            logprobs=told if self.temperature else None,  # greedy ones are those at 1
+            logprobs=drawn if self.temperature else None,  # greedy ones are those at 1
             values=None,
             index=prompts.index.cpu(),
         ).to(self.roles.device)
@@ -242,16 +242,16 @@ class ServerSampler(BatchSampler):
         drawn |= {"min_p": 0.0, "repetition_penalty": 1.0}  # in place of generation_config.json
         drawn |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         ends = {"stop": [*params.stop_strings], "stop_token_ids": [*params.end_token_ids]}
-        told = {"logprobs": 0, "return_token_ids": True, "include_stop_str_in_output": True}
+        returned = {"logprobs": 0, "return_token_ids": True, "include_stop_str_in_output": True}
         asked = {"model": name, "prompt": prompt, "seed": seed, "max_tokens": most}
-        return {**asked, **drawn, **ends, **told, "skip_special_tokens": False}
+        return {**asked, **drawn, **ends, **returned, "skip_special_tokens": False}
 
     def check_gap(self, rollout: records.Rollout) -> None:
         """Raise SamplerError where the servers sampled from another model than the one here."""
-        told = rollout.sampler_logprobs
-        if told is None or rollout.response_mask.sum() < FEWEST:
+        sampled = rollout.sampler_logprobs
+        if sampled is None or rollout.response_mask.sum() < FEWEST:
             return
-        mean, largest = logprobs.logprob_gap(rollout.logprobs, told, rollout.response_mask)
+        mean, largest = logprobs.logprob_gap(rollout.logprobs, sampled, rollout.response_mask)
         if not mean <= self.config.max_gap:
             raise SamplerError(
                 f"{SECTION}.max_gap is {self.config.max_gap:g}, but log-probabilities of the "

@@ -116,8 +116,8 @@ def decide(settings: Settings) -> Start | None:
     if not resume or (resume != AUTO and (is_finished or not there)):
         raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
     if state_of(settings) == "outdated":
-        told = "the models it was started from are others now"
-        raise ConfigError(f"{folder} cannot be resumed: {told}. Give {ways}")
+        reason = "the models it was started from are others now"
+        raise ConfigError(f"{folder} cannot be resumed: {reason}. Give {ways}")
     if is_finished:
         print_line(f"{settings.stage}: finished already, {final}")
         return None

@@ -137,14 +137,14 @@ def fit(settings: Settings) -> Path:
         if chosen is None:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
-        told = select.measured_before(run.folder) | stage.summarise(run, module, chosen)
+        metrics = select.measured_before(run.folder) | stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             console.print_detail(compute.compute_line([computed]))
-            told |= computed
-        return stage.finish(run, module, told)
+            metrics |= computed
+        return stage.finish(run, module, metrics)
 
 
 @contextmanager

@@ -246,8 +246,8 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
         is_rough = ready.device.type == "cpu" or ready.settings.shards  # layers that are gathered
         size = plan.largest(2 if is_rough else 1) or 1
         module.microbatch.rows = rows = -ready.replicas.largest(-size)
-        told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
-        print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
+        shown = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
+        print_line(f"{module.microbatch.key}: auto is {shown} by the memory plan")
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -420,8 +420,8 @@ def print_plan(settings: stage.Settings) -> None:
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
     if settings.config.microbatch_size == "auto":
-        one, told = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
-        print_line(f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}")
+        one, shown = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
+        print_line(f"{settings.stage}.microbatch_size: auto is {shown}; the peak with 1 is {one}")
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")

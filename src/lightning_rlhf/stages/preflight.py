@@ -80,9 +80,9 @@ def preflight(
     with console.Working("preflight"):
         checks, plan = examine(ready, module, data, resumed=resumed)
     failed = [check for check in checks if check.verdict == "failed"]
-    told = [*(check for check in checks if check.verdict == "warning"), *failed]
-    is_told = mode in ("strict", "only") or bool(told)
-    if is_told:
+    faults = [*(check for check in checks if check.verdict == "warning"), *failed]
+    is_shown = mode in ("strict", "only") or bool(faults)
+    if is_shown:
         names = ("check", "measured", "allowed", "verdict")
         columns = (Column(name, overflow="fold") for name in names)
         table = Table(*columns, title="preflight", title_justify="left")
@@ -93,12 +93,12 @@ def preflight(
         if plan is not None:
             get_console().print(plan_shown(plan))
     count = sum(check.verdict == "passed" for check in checks)
-    passed = f"{count} of {count + len(told)} checks" if told else errors.counted(count, "check")
-    tell = console.print_line if is_told else console.print_detail
-    tell(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
+    passed = f"{count} of {len(checks)} checks" if faults else errors.counted(count, "check")
+    show = console.print_line if is_shown else console.print_detail
+    show(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
     if failed and mode != "warn":
         raise errors.PreflightError(f"preflight: {'; '.join(map(str, failed))}")
-    for check in told:
+    for check in faults:
         console.print_line(f"warning: preflight: {check}", STYLES["warning"])
 
 
