@@ -169,7 +169,7 @@ def by_rules(**changes: Any) -> Experience:
 def test_rewards_by_hand(changes: dict[str, Any], expected: list[list[float]]) -> None:
     found = by_rules(**changes)
     close(found.rewards, doubles(*expected))
-    assert found.kl.tolist() == [[1, -1], [2, 0]]  # k1, whatever is priced
+    assert found.kl.tolist() == [[1, -1], [2, 0]]  # k1, whatever the rewards use
     assert found.score.tolist() == [3, 1]
 
 

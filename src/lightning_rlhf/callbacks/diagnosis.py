@@ -143,8 +143,8 @@ def groups_alike(history: History) -> str | None:
 def reward_constant(history: History) -> str | None:
     # Compared are values, as the standard deviation of equal ones may be rounded above 0.
     ends = [history.last(f"rollout/reward_{end}", STREAK) for end in ("min", "max")]
-    paid = [row.get("rollout/reward_paid_range") for row in history.rows[-STREAK:]]
-    is_same = (ends[0] and ends[0] == ends[1]) or paid == [0.0] * STREAK
+    ranges = [row.get("rollout/reward_paid_range") for row in history.rows[-STREAK:]]
+    is_same = (ends[0] and ends[0] == ends[1]) or ranges == [0.0] * STREAK
     is_constant = is_same and history.config.rollout_batch_size > 1
     return f"{history.rows[-1]['rollout/reward_max']:g}" if is_constant else None
 

@@ -289,9 +289,9 @@ class PPOMetrics(StepRows):
         terms = reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
-            paid = shaping.paid_sum(parts, terms, pl_module.moments.components)
-            metrics["rollout/reward_paid"] = paid.mean().item()
-            metrics["rollout/reward_paid_range"] = (paid.max() - paid.min()).item()
+            score = shaping.normalised_sum(parts, terms, pl_module.moments.components)
+            metrics["rollout/reward_paid"] = score.mean().item()
+            metrics["rollout/reward_paid_range"] = (score.max() - score.min()).item()
         if len(terms) > 1:
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
             metrics |= {PART + name: part.mean().item() for name, part in columns.items()}

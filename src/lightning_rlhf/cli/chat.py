@@ -288,8 +288,8 @@ def opened(arguments: Sequence[str]) -> Conversation:
     paths = [str(final.path.resolve()) for final in finals]
     errors.require(len({*paths}) == len(paths), "FINAL", paths, "each model once")
     temperatures, lengths = zip(*map(folders.sampled_as, finals), strict=True)
-    paid_by = (final.parent("reward") for final in finals)  # the one that a policy was trained on
-    reward = given.reward or next((str(path) for path in paid_by if path and path.is_dir()), None)
+    rewards = (final.parent("reward") for final in finals)  # the one that a policy was trained on
+    reward = given.reward or next((str(path) for path in rewards if path and path.is_dir()), None)
     accelerator.quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):

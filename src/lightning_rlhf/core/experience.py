@@ -290,15 +290,15 @@ def token_rewards(
     terms: weights and normalizations with which the components of the reward enter the score.
     """
     mask = rollout.response_mask
-    paid = shaping.paid_sum(scores.component_scores, terms, moments.components)
-    score = shaping.shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
-    parts, priced = None, torch.zeros_like(rollout.logprobs)
+    score = shaping.normalised_sum(scores.component_scores, terms, moments.components)
+    score = shaping.shape_score(score, rollout.ended, mask.sum(dim=1), config, moments.whole)
+    parts, token_kl = None, torch.zeros_like(rollout.logprobs)
     if scores.token_scores is not None:
-        parts = shaping.paid_parts(scores.token_scores, rollout.ended, terms, config, moments)
+        parts = shaping.reward_parts(scores.token_scores, rollout.ended, terms, config, moments)
     if config.kl_in == "reward":
         logprobs, ref_logprobs = rollout.logprobs, scores.ref_logprobs
-        priced = kl.priced(config, logprobs, logprobs, ref_logprobs, scores.vocabulary_kl)
-    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef, parts=parts)
+        token_kl = kl.token_kl(config, logprobs, logprobs, ref_logprobs, scores.vocabulary_kl)
+    return shaping.shape_rewards(score, token_kl, mask, kl_coef=kl_coef, parts=parts)
 
 
 def minibatches(

@@ -91,7 +91,7 @@ def k3_weighted(tokens: TokenLogprobs) -> Float[Tensor, "*n"]:
         w k3,   w = exp(log p - log p_old)           with a gradient of its own
 
     The mean over tokens of p_old is sum_v p_v k3_v = KL(p || q), whatever p is, and so its gradient
-    is that of the KL. The price is the variance of w; in the reward, where w is 1, it is k3.
+    is that of the KL. Its cost is the variance of w; in the reward, where w is 1, it is k3.
     Source: DeepSeek-AI 2025, eq. 7, https://arxiv.org/abs/2512.02556
     """
     weight = torch.exp(tokens.logprobs - tokens.old_logprobs)
@@ -118,7 +118,7 @@ ESTIMATORS: dict[str, Estimator] = {
 user's that it names."""
 
 
-def priced(
+def token_kl(
     config: PPOConfig,
     logprobs: Float[Tensor, "*n"],
     old_logprobs: Float[Tensor, "*n"],

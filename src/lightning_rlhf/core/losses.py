@@ -370,7 +370,7 @@ def ppo_terms(
         loss, old_logprobs = policy_losses, pick(batch.old_logprobs)
         if config.kl_in == "loss":
             read = policy.logprobs, old_logprobs, pick(batch.ref_logprobs)
-            kl_losses = kl.priced(config, *read, policy.vocabulary_kl)
+            kl_losses = kl.token_kl(config, *read, policy.vocabulary_kl)
             loss = loss + kl_coef * kl_losses
         entropy = policy.entropy
         if ent_coef > 0:

@@ -80,7 +80,7 @@ def weighted_sum(
     return (component_scores * weights).sum(dim=1)
 
 
-def paid_sum(
+def normalised_sum(
     component_scores: Float[Tensor, "B K"], terms: Sequence[Term], moments: Sequence[RunningMoments]
 ) -> Float[Tensor, " B"]:
     """Return the score for PPO: sum_k weight_k * clip((part_k - mean_k) / std_k, -clip_k, clip_k).
@@ -96,7 +96,7 @@ def paid_sum(
     return weighted_sum(torch.stack(columns, dim=1), terms)
 
 
-def paid_parts(
+def reward_parts(
     token_scores: Float[Tensor, "B K T"],
     ended: Bool[Tensor, " B"],
     terms: Sequence[Term],
@@ -105,8 +105,8 @@ def paid_parts(
 ) -> Float[Tensor, "B T"]:
     """Return the part of the score for PPO that each token has: sum_k weight_k * part_kt / std_k.
 
-    The deviation std_k is as in `paid_sum`, and the sum is divided as `shape_score` divides the
-    score; neither mean is subtracted. 0 where missing_eos=replace replaces the score.
+    The deviation std_k is as in `normalised_sum`, and the sum is divided as `shape_score` divides
+    the score; neither mean is subtracted. 0 where missing_eos=replace replaces the score.
     """
     stds = [
         seen.std if term.normalization == "running" else 1.0

@@ -284,7 +284,7 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, che
     """Return the verdicts of fitness reports on the reward, by component, and print them.
 
     They are those of stage=rm on its models and, where there is none on the whole reward, that of
-    stage=eval_reward of the run. A component of weight 0 is never refused: it is not paid.
+    stage=eval_reward of the run. A component of weight 0 is never refused: it changes no reward.
 
     Raises ConfigError where a model is unfit and its key `unfit` is refuse; never unless `refuses`.
     """

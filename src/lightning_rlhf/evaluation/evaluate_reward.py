@@ -340,21 +340,21 @@ class EvalReward(stage.Stage):
             parts = torch.cat([divided(reward, some, run.replicas) for some in decoded])
         moments = [shaping.NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
-        def paid(decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
+        def scores_in_ppo(decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
             """Return scores as PPO gets them at its start; running moments are of the samples."""
-            return shaping.paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
+            parts = divided(reward, decoded, run.replicas)
+            return shaping.normalised_sum(parts, reward.terms, moments)
 
-        sampled = shaping.paid_sum(parts, reward.terms, moments).cpu()
         report = measure_reward(
             run,
-            paid,
+            scores_in_ppo,
             pairs,
-            (sampled, rollouts),
+            (shaping.normalised_sum(parts, reward.terms, moments).cpu(), rollouts),
             logit_scale=logit_scale(run, reward, moments[0]),
             title=f"{folders.run_name(settings)}: {', '.join(settings.reward)}",
             problems=problems,
             sampled_from="prompts of the held-out pairs",
-            scale="The scores are what PPO would be paid at its start: weighted, normalised and "
+            scale="The scores are those that PPO maximises at its start: weighted, normalised and "
             "clipped as the reward says; running moments are those of the SFT samples.",
         )
         with leave_final(run, report.metrics) as (whole, loggers):

@@ -232,7 +232,7 @@ def evaluations(run: measured.RunFiles) -> list[run_page.Evaluated]:
 
 
 def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
-    """Return verdicts of fitness reports: on the run's own reward model, or on what it is paid."""
+    """Return verdicts of fitness reports: on the run's own reward model, or on its reward."""
     final = run.folder / FINAL
     with measured.damage_named(final / fitness_page.NUMBERS):
         own = fitness_page.read_judgement(final)

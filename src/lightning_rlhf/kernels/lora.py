@@ -129,9 +129,9 @@ class _LoRA(torch.autograd.Function):
 
 ROWS = 32  # number of rows for which a packed weight is laid out; others are correct too
 SMALLEST, LARGEST = 2**17, 2**25
-"""Elements of a weight from which packing pays in fp32, and above which its copy is too large."""
+"""Elements of a weight from which packing helps in fp32, and above which its copy is too large."""
 LARGEST_BF16 = 2**28
-"""The same in bf16: 0.5 GB once more for half the time of 8 rows pays from 10 tokens on."""
+"""The same in bf16: 0.5 GB once more for half the time of 8 rows is worth it from 10 tokens."""
 
 
 class JointLinear:

@@ -178,7 +178,7 @@ class PPOModule(optim.StageModule):
     ) -> Float[Tensor, " B"] | float:
         """Return the baseline of each response, or of all, by ppo.advantage.
 
-            remax       score of the greedy response to the prompt, as PPO is paid, without the KL
+            remax       score for PPO of the greedy response to the prompt, without the KL
             reinforce   sum_j d^j M_(k-j) / sum_j d^j,   d = baseline_decay, j = 1 .. k
 
         M_k: mean return of iteration k, counted from 0; the sum is 0 in the first iteration.
@@ -192,15 +192,15 @@ class PPOModule(optim.StageModule):
         greedy = self.collector.greedy(rollout, generator, self.weights_version)
         found = self.score(greedy)
         moments, terms = self.moments.including(scores), self.collector.reward.terms
-        paid = token_rewards(greedy, found, config, kl_coef=0.0, moments=moments, terms=terms)
-        return paid.sum(dim=1).repeat_interleave(config.samples_per_prompt)
+        rewards = token_rewards(greedy, found, config, kl_coef=0.0, moments=moments, terms=terms)
+        return rewards.sum(dim=1).repeat_interleave(config.samples_per_prompt)
 
     def shape_rewards(
         self, rollout: records.Rollout, scores: records.Scores
     ) -> Float[Tensor, "B T"]:
         """Return the reward of each response token, 0 on padding, as `token_rewards`.
 
-        A subclass pays tokens of its own choice here.
+        A subclass overrides it to reward tokens of its own choice.
         """
         moments, terms = self.moments.including(scores), self.collector.reward.terms
         return token_rewards(

@@ -165,7 +165,7 @@ def conclude(
     findings: number of findings of the diagnosis; sentence: a further one, as on diminishing
         returns, if any.
     diverges: whether the reward rose while the gold score did not.
-    rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
+    rewards: verdicts of fitness reports, on the run's own reward model or on its reward.
     """
     known = {one.metric: one for one in evaluated}
     aims = [(metric, direction == "min") for metric, direction in (*goal[:1], (GOLD, "max"))]

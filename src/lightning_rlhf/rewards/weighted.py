@@ -19,7 +19,7 @@ from lightning_rlhf.core.errors import RewardError, counted, quoted
 from lightning_rlhf.io.user_code import user_number
 
 Parts = Sequence[tuple[int, float]]
-"""Numbers of a response, each with the number of characters of the text at whose end it is paid."""
+"""Numbers of a response, each with the number of characters of the text at whose end it counts."""
 Source = Callable[[records.DecodedResponses], Float[Tensor, " B"] | Sequence[float | Parts | None]]
 """Function that returns for each response one number, or parts whose sum it is."""
 

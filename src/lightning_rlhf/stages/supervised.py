@@ -231,8 +231,8 @@ class RM(Supervised):
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
             title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
-            scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
-            "`reward.normalization` says otherwise.",
+            scale="The scores are raw; PPO maximises (score - mean) / std of the SFT samples, "
+            "unless `reward.normalization` says otherwise.",
         )  # fmt: skip
         for logger in loggers:
             logger.log_metrics(report.metrics, step=step)

@@ -140,7 +140,7 @@ class Judge:
         return [self.verdicts.found.get(key, {}).get("verdict") for key in keys]
 
     def spent(self) -> dict[str, float]:
-        """Return the tokens that all processes on this file have paid since the last call."""
+        """Return the tokens that all processes on this file have used since the last call."""
         self.verdicts.read()
         tokens, self.verdicts.tokens = self.verdicts.tokens, 0
         return {"judge_tokens": tokens}
