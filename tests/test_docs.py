@@ -327,7 +327,7 @@ def test_the_server_in_the_docs_answers() -> None:
             url=f"http://127.0.0.1:{server.server_port}/score",
         )  # fmt: skip
         reward = HTTPReward(config, "reward", print)
-        reward.greet()
+        reward.check_server()
         assert reward(decoded("one", "one two", "")) == [-1, -2, 0]
         server.shutdown()
 

@@ -105,5 +105,5 @@ def save(training: Training, metrics: Mapping[str, float] | None = None) -> Path
 
     Raises ConfigError where the folder cannot be written.
     """
-    training.run.claim()
+    training.run.create()
     return training.stage.finish(training.run, training.module, metrics or {})

@@ -93,7 +93,7 @@ def test_a_crash_that_tells_secrets(
     def load(*args: object, **kwargs: object) -> None:
         raise unforeseen("unforeseen " + " ".join(secrets))
 
-    monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
+    monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.check_server", lambda self: None)
     monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
     outcome = models.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", "debug=true", *given

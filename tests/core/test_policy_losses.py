@@ -17,8 +17,8 @@ from lightning_rlhf.core.policy_losses import (
     POLICY_LOSSES,
     PolicyBatch,
     PolicyLosses,
+    example_batch,
     fault_of_loss,
-    made_up_batch,
 )
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import NO_SCORES, shape_score
@@ -170,7 +170,7 @@ def test_a_loss_of_the_user_s_is_tried(loss: Any, fault: str | None) -> None:
 
 
 def test_the_batch_that_it_is_tried_on_is_as_documented() -> None:
-    batch = made_up_batch(ppo_config())
+    batch = example_batch(ppo_config())
     for name, tensor in vars(batch).items():
         if name not in ("mask", "config"):
             assert not tensor[~batch.mask].any(), name

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
-from lightning_rlhf.io.storage import WRITTEN, Kind, full_disk_told, read_text, written_whole
+from lightning_rlhf.io.storage import WRITTEN, Kind, read_text, storage_errors, written_whole
 
 
 def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
@@ -187,13 +187,13 @@ def test_a_full_disk_is_told_of_any_file() -> None:
     """Of a row of metrics, say, whose file is written to its end and not anew."""
     with (
         pytest.raises(StorageError, match=r"^a file was not written: No space left on device; m"),
-        full_disk_told(),
+        storage_errors(),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
     named = r"^a.png was not written: Disk quota exceeded; [\d.]+ [MG]B are free now\. Make room"
-    with pytest.raises(StorageError, match=named), full_disk_told():
+    with pytest.raises(StorageError, match=named), storage_errors():
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "a.png")
-    with pytest.raises(FileNotFoundError), full_disk_told():
+    with pytest.raises(FileNotFoundError), storage_errors():
         raise FileNotFoundError(errno.ENOENT, "x")
 
 

@@ -67,8 +67,8 @@ def test_each_process_holds_its_part_whatever_passes_others_compute(tmp_path: Pa
         found.append(replicas.first(alone))
         sharding.leave()
         assert not sharding.models
-        parts = [sharding.held(p).numel() for n, p in roles.named_parameters() if "lora_" not in n]
-        return sum(parts), found
+        parts = [sharding.local_part(p) for n, p in roles.named_parameters() if "lora_" not in n]
+        return sum(part.numel() for part in parts), found
 
     for held, found in replicated(2, work, tmp_path):
         assert held <= rows

@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.experience import AdvantageBatch
-from lightning_rlhf.core.policy_losses import made_up_batch, ppo
+from lightning_rlhf.core.policy_losses import example_batch, ppo
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.user_code import load_function
 
@@ -42,7 +42,7 @@ def test_the_gradient_of_the_first_update_is_that_of_dpo() -> None:
     )
     found = estimator(given)
     batch = replace(
-        made_up_batch(config), logprobs=logprobs, old_logprobs=logprobs.detach(), ref_logprobs=ref,
+        example_batch(config), logprobs=logprobs, old_logprobs=logprobs.detach(), ref_logprobs=ref,
         advantages=found.advantages, mask=MASK,
     )  # fmt: skip
     (ours,) = torch.autograd.grad(ppo(batch).losses[MASK].sum(), logprobs)

@@ -203,7 +203,7 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
         raise ConnectionAbortedError
 
     server, told = script(broken if answer is None else answer), list[str]()
-    make_reward(server.url, warn=told.append).greet()
+    make_reward(server.url, warn=told.append).check_server()
     assert ["did not answer the first request: it gave no" in line for line in told] == (
         [True] * (answer is None)
     )

@@ -85,7 +85,7 @@ def test_loggers_are_closed_as_failed_where_one_of_them_fails(
 
     codes: list[int] = []
     monkeypatch.setattr(evaluate_reward, "close_loggers", lambda _, code: codes.append(code))
-    run: Any = SimpleNamespace(replicas=ONE, claim=lambda: tmp_path, open_loggers=lambda: [Full()])
+    run: Any = SimpleNamespace(replicas=ONE, create=lambda: tmp_path, open_loggers=lambda: [Full()])
     with (
         pytest.raises(OSError, match="no space left"),
         evaluate_reward.leave_final(run, {}) as (whole, _),

@@ -70,7 +70,7 @@ class Samples(Callback):
             get_console().print(console_table(samples, self.characters))
         path = self.run_dir / files.TRAIN_SAMPLES
         storage.make_folder(path.parent)
-        with storage.full_disk_told(path), path.open("a", encoding="utf-8") as file:
+        with storage.storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

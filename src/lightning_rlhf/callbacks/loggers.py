@@ -24,7 +24,7 @@ from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
-from lightning_rlhf.io.storage import flush, full_disk_told, written_whole
+from lightning_rlhf.io.storage import flush, storage_errors, written_whole
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -43,7 +43,7 @@ class RunWandb(WandbLogger):
     and logs nothing more.
     """
 
-    is_gone = False
+    has_ended = False
     """True once W&B's process has ended."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -59,24 +59,24 @@ class RunWandb(WandbLogger):
         import wandb
 
         self._try(lambda: self.experiment.finish(exit_code=exit_code))
-        with suppress(*gone()):
+        with suppress(*end_errors()):
             wandb.teardown()
 
     def _try(self, ask: Callable[[], None]) -> None:
         """Call `ask` unless W&B's process has ended; other errors are raised."""
-        if self.is_gone:
+        if self.has_ended:
             return
         try:
             ask()
-        except gone():
-            self.is_gone = True
+        except end_errors():
+            self.has_ended = True
             print_line(
                 "W&B: its process has ended; the run goes on without it: metrics.csv has every "
                 "row, W&B those before at most"
             )
 
 
-def gone() -> tuple[type[Exception], ...]:
+def end_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that W&B raises when its process has ended."""
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
@@ -110,7 +110,7 @@ class MetricsFile(Logger):
         is_new_row = step > next(reversed(self._rows), -1)
         self._rows.setdefault(step, {}).update(cells)
         if is_new_row and cells.keys() <= set(self._columns) and self.path.exists():
-            with full_disk_told(self.path), self.path.open("a", newline="") as file:
+            with storage_errors(self.path), self.path.open("a", newline="") as file:
                 writer = csv.DictWriter(file, [files.STEP, *self._columns])
                 writer.writerow({files.STEP: step, **cells})
         else:

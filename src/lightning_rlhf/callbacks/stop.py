@@ -75,8 +75,8 @@ class Stop:
         A signal that the process ignores, as a background job ignores SIGINT, stays ignored.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        heard = [s for s in SIGNALS if is_main and signal.getsignal(s) != signal.SIG_IGN]
-        return {signum: signal.signal(signum, self.receive) for signum in heard}
+        handled = [s for s in SIGNALS if is_main and signal.getsignal(s) != signal.SIG_IGN]
+        return {signum: signal.signal(signum, self.receive) for signum in handled}
 
 
 @contextmanager

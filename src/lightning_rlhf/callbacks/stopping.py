@@ -166,7 +166,7 @@ class WeightAverage(Callback):
         """Take the present weights into the average."""
         weights = averaged_weights(module)
         if self.average:
-            before, now = ([*map(sharding.held, x.values())] for x in (self.average, weights))
+            before, now = ([*map(sharding.local_part, x.values())] for x in (self.average, weights))
             self._update(before, now, 0)  # no effect of a count
         else:
             self.average = {name: x.clone() for name, x in weights.items()}

@@ -74,10 +74,10 @@ def run_command(
         if process is not None:
             process.send_signal(passed.get(signum, signum))
 
-    heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    handled = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)
-    heard += [signal.SIGUSR2] if callable(requeue) else []
-    before = {signum: signal.signal(signum, pass_on) for signum in heard}
+    handled += [signal.SIGUSR2] if callable(requeue) else []
+    before = {signum: signal.signal(signum, pass_on) for signum in handled}
     options: dict[str, Any] = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
     options |= {"process_group": 0, "preexec_fn": partial(end_with, os.getpid())}
     try:
@@ -170,10 +170,10 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
         rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
         shutdown_timeout=SHUTDOWN_S, signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     logging.disable(logging.CRITICAL)  # the launcher's own report of a failed process
     before = dict(os.environ)
-    handlers = {number: signal.signal(number, receive) for number in heard}
+    handlers = {number: signal.signal(number, receive) for number in handled}
     os.environ |= {IN_LAUNCHER: str(os.getpid()), IN_RECIPE: "processes"}
     try:
         launcher.elastic_launch(config, sys.executable)(*command)

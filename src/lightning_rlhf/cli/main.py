@@ -60,7 +60,7 @@ def main() -> None:
             home = os.path.expanduser("~")  # a shell leaves ~ as it is in --out=~/page.html
             rest = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: x[0][:-1] + home, w) for w in rest]
             # What the folders that it reads name is not run.
-            with user_code.code_of_command(), storage.full_disk_told():
+            with user_code.code_of_command(), storage.storage_errors():
                 pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
         elif words == ["--version"]:
             print(f"lightning-rlhf {lightning_rlhf.__version__}")
@@ -112,12 +112,12 @@ def register_resolvers() -> None:
     configuration `open` a mapping that takes any key on the command line.
     """
 
-    def beside(key: str, other: str) -> Callable[..., Any]:
+    def by_key(key: str, other: str) -> Callable[..., Any]:
         return lambda values, *, _parent_: values.get(_parent_.get(key), values[other])
 
     resolvers: dict[str, Any] = {
-        "by_finetune": beside("finetune", "lora"),
-        "by_loss_type": beside("loss_type", "any"),
+        "by_finetune": by_key("finetune", "lora"),
+        "by_loss_type": by_key("loss_type", "any"),
         "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
         "program": arguments.program_name,
         "recipes": lambda path: str(console.RECIPES / path),
@@ -151,7 +151,7 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         if is_apart:
             return sweep.run_job(cfg, overrides)
-        with storage.full_disk_told():
+        with storage.storage_errors():
             execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         if launch.IN_RECIPE not in os.environ:

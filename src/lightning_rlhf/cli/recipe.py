@@ -74,8 +74,8 @@ class Promise:
         if value is not None:
             measured = f"{value:.3f}{estimates.interval_text(interval)}"
             holds = operator.ge if self.at_most is None else operator.le
-            held = [holds(x, bound) for x in interval or (value,)]
-            verdict = "kept" if all(held) else "within noise" if any(held) else "broken"
+            results = [holds(x, bound) for x in interval or (value,)]
+            verdict = "kept" if all(results) else "within noise" if any(results) else "broken"
         return PromiseRow(self.stage, self.metric, f"{words} {bound:g}", measured, verdict)
 
 
@@ -226,7 +226,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
                 kind = settings.definition.rows_of(settings.config)
                 load(kind, settings.data, settings.seed)
     written = as_written(recipe, cfg.job, folder)
-    with resume.held(stages[recipe.stages[0]], folder):
+    with resume.locked_run(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.callbacks.compute import PEAK, compute_line

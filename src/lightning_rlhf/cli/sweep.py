@@ -30,7 +30,7 @@ from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.io.storage import storage_errors, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.settings import folder_names, read_settings
@@ -302,7 +302,7 @@ class Jobs:
             return 0
         names = [Path(job.folder).name for job in self.results if job.folder]
         if self.goal is not None:
-            self.results.sort(key=partial(merit, self.goal), reverse=True)
+            self.results.sort(key=partial(sort_key, self.goal), reverse=True)
         places = [Path(job.folder) for job in self.results if job.folder]
         stage = "ppo" if "ppo" in names or not names else names[0]
         known = find_stage(stage)
@@ -331,7 +331,7 @@ class Jobs:
             table = replace(table, columns=[*table.columns, "why"], rows=rows)
         title, page = " ".join([f"Sweep {self.folder}:", *self.words]), self.folder / "compare.html"
         ignored = () if stopped is None else (RLHFError,)
-        with suppress(*ignored), full_disk_told():
+        with suppress(*ignored), storage_errors():
             comparison = compare_runs(begun, stage, fewest=1)
             with written_whole(page, kind="page") as beside:
                 comparison.write(beside, title, table)
@@ -339,7 +339,7 @@ class Jobs:
         return status
 
 
-def merit(goal: tuple[str, Mode], job: Job) -> tuple[bool, float]:
+def sort_key(goal: tuple[str, Mode], job: Job) -> tuple[bool, float]:
     """Return what is larger for the better job: pruned and failed ones are the last."""
     metric, mode = goal
     return job.status == "done", signed(job.metrics.get(metric, math.nan), mode)
@@ -361,7 +361,7 @@ def jobs_table(jobs: Sequence[Job], goal: tuple[str, Mode] | None) -> Table:
     note = ""
     if goal is not None:
         metric, mode = goal
-        best = max(jobs, key=partial(merit, goal))
+        best = max(jobs, key=partial(sort_key, goal))
         if best.status == "done" and metric in best.metrics:
             word = {"min": "Lowest", "max": "Highest"}[mode]
             words = own[jobs.index(best)] or " ".join(best.overrides)

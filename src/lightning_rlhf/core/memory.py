@@ -29,8 +29,8 @@ def available_memory(device: torch.device) -> int:
     available, within the limit of the process's control group; elsewhere the machine's memory.
     """
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + held
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     found, info = total_memory(device), Path("/proc/meminfo")
     if info.exists() and (line := re.search(r"MemAvailable: +(\d+) kB", info.read_text())):
         found = int(line[1]) * 1024

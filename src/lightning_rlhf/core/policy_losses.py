@@ -161,7 +161,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 """Value of ppo.policy_loss -> loss."""
 
 
-def made_up_batch(config: ppo_config.PPOConfig) -> PolicyBatch:
+def example_batch(config: ppo_config.PPOConfig) -> PolicyBatch:
     """Return three responses of 4, 2 and 1 tokens; the policy of the first has not changed."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(4) < torch.tensor([[4], [2], [1]])
@@ -209,7 +209,7 @@ def fault_of_loss(loss: PolicyLoss, config: ppo_config.PPOConfig) -> str | None:
 
     They must also be those of each row alone.
     """
-    batch = made_up_batch(config)
+    batch = example_batch(config)
     found = loss(batch)
     if not isinstance(found, PolicyLosses):
         return f"which returned {type(found).__name__}"
@@ -228,7 +228,7 @@ def fault_of_advantage(estimator: experience.Estimator, config: ppo_config.PPOCo
     rewards. Returns are wanted for a critic, and no gradient.
     """
     rows = 2 * config.samples_per_prompt
-    mask = made_up_batch(config).mask.repeat(rows, 1)[:rows]
+    mask = example_batch(config).mask.repeat(rows, 1)[:rows]
     numbers = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(0)) * mask
     if config.samples_per_prompt > 1:
         numbers[0, : config.samples_per_prompt] = torch.tensor([1.0, 0, 0, 0])
@@ -256,7 +256,7 @@ def fault_of_kl(estimator: kl.Estimator, config: ppo_config.PPOConfig) -> str | 
 
     A gradient is wanted where ppo.kl_in=loss.
     """
-    batch = made_up_batch(config)
+    batch = example_batch(config)
     tokens = kl.TokenLogprobs(
         logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs
     )

@@ -49,7 +49,7 @@ class DemonstrationTokens:
         return len(self.prompt) + len(self.response)
 
     @property
-    def imitated(self) -> Sequence[int]:
+    def target_tokens(self) -> Sequence[int]:
         """Return the tokens to imitate, those of the prompt first."""
         return [*(self.prompt[i] for i in self.learned), *self.response]
 

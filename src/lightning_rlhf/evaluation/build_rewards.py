@@ -88,7 +88,7 @@ def prepare_source(
             return lambda *_: scorer
         case kinds.HTTPConfig():
             server = http.HTTPReward(config, key, partial(console.print_line, style="yellow"))
-            server.greet()
+            server.check_server()
             return lambda *_: server
         case kinds.TextModelConfig():
             return text_reward(config, key, reward_final(run, name), run.device)

@@ -52,7 +52,7 @@ def leave_final(run: Run, metrics: Mapping[str, float]) -> Iterator[tuple[Path, 
     if not run.replicas.is_first:
         sys.exit()
     check_names(metrics)
-    folder = run.claim()
+    folder = run.create()
     with written_whole(folder / folders.FINAL, kind="folder") as whole:
         loggers, exit_code = run.open_loggers(), 1
         try:
@@ -70,9 +70,9 @@ def divided(
     reward: Reward, decoded: records.DecodedResponses, replicas: Replicas
 ) -> Float[Tensor, "B K"]:
     """Return the components of all responses, of which each process scores a share."""
-    mine = collector.whole_groups(decoded.rollout, replicas)
-    parts = reward(decoded.select(mine))[0].tolist() if len(mine) else []
-    return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
+    groups = collector.whole_groups(decoded.rollout, replicas)
+    parts = reward(decoded.select(groups))[0].tolist() if len(groups) else []
+    return torch.tensor(replicas.merged(groups, parts), device=decoded.rollout.tokens.device)
 
 
 def logit_scale(run: Run, reward: Reward, seen: shaping.RunningMoments) -> float | None:

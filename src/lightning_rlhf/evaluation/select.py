@@ -18,7 +18,7 @@ from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io import console, storage
 from lightning_rlhf.modules.optim import StageModule, check_parameters, trainable_state
-from lightning_rlhf.parallel.sharding import held
+from lightning_rlhf.parallel.sharding import local_part
 from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
@@ -218,7 +218,7 @@ def ending_of(
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise TrainingError where no update was made, DivergedError where weights are not finite."""
     if made := trainer.global_step:
-        trained = [(name, held(p)) for name, p in module.named_parameters() if p.requires_grad]
+        trained = [(n, local_part(p)) for n, p in module.named_parameters() if p.requires_grad]
         if bad := [name for name, parameter in trained if not parameter.isfinite().all()]:
             reason = f"{stage} has diverged: after step {position(trainer, module)}, {len(bad)} of "
             reason += f"{len(trained)} trained parameters are NaN or infinite (the first: {bad[0]})"

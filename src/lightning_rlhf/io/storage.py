@@ -142,7 +142,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
         if isinstance(error, StorageError) and str(beside) not in str(error):
             raise  # it names another file
         needs = f"{readable(max(needed or 0, size))}{'' if needed else ' or more'}"
-        with full_disk_told(target, f". It needs {needs}, and"):
+        with storage_errors(target, f". It needs {needs}, and"):
             ours = map(str, (beside, *beside.parents))
             if isinstance(error, OSError) and not full_disk(error) and str(error.filename) in ours:
                 raise StorageError(f"{target} was not written: {error.strerror}") from error
@@ -150,7 +150,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
 
 
 @contextmanager
-def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]:
+def storage_errors(path: Path | None = None, needs: str = ";") -> Iterator[None]:
     """Raise StorageError in place of a system error about missing space for a file of the block.
 
     path: what the block writes, where it is a single one; the system's error may name a part of it.

@@ -70,19 +70,19 @@ def seeded(*numbers: int) -> torch.Generator:
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless names, shapes and types of the trained parameters are those of
     `checkpoint`."""
-    held, own = (
+    stored, own = (
         {name: f"{[*x.shape]} of {x.dtype}" for name, x in state.items()}
         for state in (checkpoint["state_dict"], trainable_state(module))
     )
-    if held.keys() != own.keys():
+    if stored.keys() != own.keys():
         raise errors.CheckpointError(
-            f"the checkpoint does not fit the model: it lacks {len(own.keys() - held.keys())} of "
-            f"the trained parameters and has {len(held.keys() - own.keys())} others"
+            f"the checkpoint does not fit the model: it lacks {len(own.keys() - stored.keys())} of "
+            f"the trained parameters and has {len(stored.keys() - own.keys())} others"
         )
     for name in own:
-        if held[name] != own[name]:
+        if stored[name] != own[name]:
             raise errors.CheckpointError(
-                f"the checkpoint does not fit the model: its {name} is {held[name]}, the model's "
+                f"the checkpoint does not fit the model: its {name} is {stored[name]}, the model's "
                 f"{own[name]}"
             )
 

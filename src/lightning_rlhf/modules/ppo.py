@@ -96,7 +96,7 @@ class PPOModule(optim.StageModule):
         """Decayed sum of (1 - baseline_decay) * mean return so far, for advantage=reinforce."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
-        self.looked = time.perf_counter()
+        self.last_lap = time.perf_counter()
         """Time of the last call of `lap`."""
         self.experience: records.Experience | None = None
         """Experience of the current or the latest iteration; None before the first."""
@@ -123,8 +123,8 @@ class PPOModule(optim.StageModule):
 
     def lap(self) -> float:
         """Return the seconds since the last call."""
-        before, self.looked = self.looked, time.perf_counter()
-        return self.looked - before
+        before, self.last_lap = self.last_lap, time.perf_counter()
+        return self.last_lap - before
 
     def roll_out(
         self, prompts: records.Prompts, generator: torch.Generator, *, evaluates: bool = False

@@ -93,17 +93,17 @@ class Replicas:
         if self.size == 1:
             return [work()]
         try:
-            mine: tuple[T | None, errors.RLHFError | None] = work(), None
+            local: tuple[T | None, errors.RLHFError | None] = work(), None
         except (errors.InterruptedPassError, errors.ProcessEndedError):
             raise  # other processes wait within the pass, and not here, or have ended
         except errors.RLHFError as error:
-            mine = None, error
+            local = None, error
         found: list[Any] = [None] * self.size
         with collective():
-            distributed.all_gather_object(found, mine)
+            distributed.all_gather_object(found, local)
         raised = [error for _, error in found if error is not None]
         if raised:
-            raise raised[0] if mine[1] is None else mine[1]
+            raise raised[0] if local[1] is None else local[1]
         return [result for result, _ in found]
 
     def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
@@ -125,8 +125,8 @@ class Replicas:
 
         numbers: number of each item of this process.
         """
-        mine = list(zip(numbers.tolist(), items, strict=True))
-        pairs = [pair for part in self.gather(lambda: mine) for pair in part]
+        local = list(zip(numbers.tolist(), items, strict=True))
+        pairs = [pair for part in self.gather(lambda: local) for pair in part]
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
     def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:

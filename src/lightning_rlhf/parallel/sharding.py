@@ -88,11 +88,11 @@ class ShardedModel:
 
     def _begin(self, kind: int) -> None:
         """Take part in the passes of other processes until all begin this one."""
-        mine = self.first + kind
+        number_here = self.first + kind
         while True:
             lacks_ends = isinstance(self.model.get_output_embeddings().weight, DTensor)
-            number = agreed(mine + lacks_ends)
-            if number // 2 == mine // 2:
+            number = agreed(number_here + lacks_ends)
+            if number // 2 == number_here // 2:
                 break
             follow(number)
         self.gather_ends(number)
@@ -157,7 +157,7 @@ def mesh(device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(distributed.new_group(timeout=TIMEOUT), device.type)
 
 
-def held(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """Return the part of a parameter that this process holds, all of it unless it is sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -181,7 +181,7 @@ def sum_and_clip(
     for sharded in filter(lambda one: one.is_trained, models):
         sharded.sum_gradients()
     found = [p.grad for p in trained if p.grad is not None]
-    parts = [held(gradient) for gradient in found if isinstance(gradient, DTensor)]
+    parts = [local_part(gradient) for gradient in found if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in found if not isinstance(gradient, DTensor)]
     square = replicas.sum(nn.utils.get_total_norm(parts).double() ** 2)
     norm = (square + nn.utils.get_total_norm(whole).double() ** 2).sqrt().float()

@@ -60,12 +60,12 @@ def leave_run(environment: MutableMapping[str, str] = os.environ) -> None:
     if (launcher := world(environment).launcher) is None:
         return
     launch = " ".join(environment.get(name, "") for name in LAUNCH[launcher])
-    found, mine = environment.get(PROCESS, ""), f"{os.getpid()} {launch}"
+    found, own = environment.get(PROCESS, ""), f"{os.getpid()} {launch}"
     if found.partition(" ")[2] != launch:  # torchrun or srun has started this process
         if found:  # within another run
             environment.pop(IN_LAUNCHER, None)
-        environment[PROCESS] = found = mine
-    if found == mine:
+        environment[PROCESS] = found = own
+    if found == own:
         return
     for name in [*environment]:
         if name in INHERITED or name.startswith("TORCHELASTIC_"):

@@ -241,8 +241,8 @@ def summary(words: str, findings: Sequence[Finding]) -> str:
     """Return the words and how many of the checks are flagged and not tested."""
     flags = [finding.subject for finding in findings if finding.outcome == "flag"]
     names = f" ({', '.join(flags)})" if flags else ""
-    untold = sum(finding.outcome == "not tested" for finding in findings)
-    return f"{words} {len(flags)} of {len(findings)} checks flagged{names}, {untold} not tested."
+    untested = sum(finding.outcome == "not tested" for finding in findings)
+    return f"{words} {len(flags)} of {len(findings)} checks flagged{names}, {untested} not tested."
 
 
 @dataclass(kw_only=True)

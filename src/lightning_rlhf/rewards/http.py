@@ -32,8 +32,8 @@ Question = Mapping[str, Any]
 
 LONGEST_PAUSE_S = 120
 """Longest pause before a retry, seconds."""
-GREETING_S = 10
-"""Longest time that a greeting takes, seconds."""
+CHECK_S = 10
+"""Longest time that the check of a server takes, seconds."""
 ANSWER_BYTES = 2**24
 """Maximum size of an answer, bytes; a score takes about 25."""
 PIECE_BYTES = 2**16
@@ -111,7 +111,7 @@ class Client:
                 is_late = time.monotonic() + pause_s >= ends
                 if is_last or is_late or answer.status not in AGAIN:
                     raise self.refused(answer, data)
-            self.tell(f"{reason}; try {done + 1} of {tries} in {pause_s:.3g} s")
+            self.warn(f"{reason}; try {done + 1} of {tries} in {pause_s:.3g} s")
             time.sleep(pause_s)
 
     def send(self, body: bytes, timeout_s: float) -> tuple[BaseHTTPResponse, bytes]:
@@ -175,7 +175,7 @@ class Client:
         """Return an error about the server, of one line, without our secrets."""
         return RewardError(f"{self._server} {' '.join(self._hide(what).splitlines())}")
 
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         """Give a message about the server to `warn`, without our secrets."""
         self._warn(f"{self._server} {self._hide(what)}")
 
@@ -212,18 +212,18 @@ class HTTPReward:
         self._config = config
         self._cache: OrderedDict[bytes, float] = OrderedDict()
 
-    def greet(self) -> None:
+    def check_server(self) -> None:
         """Request the scores of no responses, to detect a missing server early.
 
         A server that answers 400, 422 or a status after which requests are sent again, or does not
-        answer within ten seconds, may work later; `warn` is told of the latter.
+        answer within ten seconds, may work later; `warn` gets a message about the latter.
 
         Raises RewardError where there is no server, or it is not a reward server.
         """
         try:
-            answer, data = self._client.send(_body([]), min(self._config.timeout_s, GREETING_S))
+            answer, data = self._client.send(_body([]), min(self._config.timeout_s, CHECK_S))
         except NoAnswer as error:
-            self._client.tell(f"did not answer the first request: it {error}; the run continues")
+            self._client.warn(f"did not answer the first request: it {error}; the run continues")
             return
         if answer.status == 200:
             self._scores(data, [])

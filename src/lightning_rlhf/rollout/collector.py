@@ -228,8 +228,8 @@ def whole_groups(batch: records.Responses, replicas: Replicas) -> Int[Tensor, " 
     """
     _, group, counts = batch.index.unique_consecutive(return_inverse=True, return_counts=True)
     tokens = torch.zeros_like(counts).index_add(0, group, batch.mask.sum(dim=1))
-    mine = replicas.share(tokens.argsort(stable=True))
-    return torch.isin(group, mine).nonzero().squeeze(1)
+    local = replicas.share(tokens.argsort(stable=True))
+    return torch.isin(group, local).nonzero().squeeze(1)
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:

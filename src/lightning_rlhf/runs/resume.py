@@ -26,7 +26,7 @@ LISTED = 6
 
 
 @contextmanager
-def held(settings: Settings, folder: Path) -> Iterator[None]:
+def locked_run(settings: Settings, folder: Path) -> Iterator[None]:
     """Lock `folder` against other processes inside; the system frees it when this process ends.
 
     The lock is a file in the folder, so that all paths to the folder share it.

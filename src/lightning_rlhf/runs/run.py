@@ -102,7 +102,7 @@ class Run:
         """Return the processes of the run."""
         return current(self.device)
 
-    def claim(self) -> Path:
+    def create(self) -> Path:
         """Make the folder of the run and record what it starts from; return its path.
 
         Files of a run to be overwritten, or of one that ended before its first step, are deleted.
@@ -194,14 +194,14 @@ class Run:
             return load()
         processes = sharding.mesh(self.device)
 
-        def take_turn(number: int) -> None:
+        def load_in_turn(number: int) -> None:
             if world().local_rank == number:
                 found.append(load())
                 found[0].shard(processes)
                 found[0].to(self.device)  # with adapters, which are not sharded
 
         for number in range(self.settings.trainer.devices):
-            replicas.gather(partial(take_turn, number))
+            replicas.gather(partial(load_in_turn, number))
         return found[0]
 
 

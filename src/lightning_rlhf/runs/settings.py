@@ -285,8 +285,8 @@ def read_trainer(node: Any) -> TrainerConfig:
     for key in PASSED.keys() & node.keys():
         validation.check_value(f"trainer.{key}", node[key], PASSED[key])
     options |= {key: value for key, value in node.items() if key not in ours}
-    mine = {key: value for key, value in node.items() if key in ours}
-    return validation.build(TrainerConfig, mine | {"options": options}, "trainer")
+    own = {key: value for key, value in node.items() if key in ours}
+    return validation.build(TrainerConfig, own | {"options": options}, "trainer")
 
 
 def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lightning_rlhf.report.curves import panel_for_each
 from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.rollout import server
 from lightning_rlhf.runs import accelerator, folders, measured, objects
-from lightning_rlhf.runs.resume import decide, held, origin
+from lightning_rlhf.runs.resume import decide, locked_run, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
 from lightning_rlhf.stages import memory_plan, preflight
@@ -96,7 +96,7 @@ def fit(settings: Settings) -> Path:
         if run.checkpoint is not None:
             check_state(run.checkpoint, module, data)
         preflight.preflight(run, module, data, resumed=run.checkpoint is not None)
-        replicas.first(run.claim)
+        replicas.first(run.create)
         config, stop = run.settings.config, Stop()
         config = replace(config, val_every=config.validation_interval(steps))
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
@@ -157,7 +157,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
     accelerator.check_processes(settings, world())
     is_alone = world().size == 1
     replicas = ONE if is_alone else accelerator.join(settings)
-    lock = held(settings, folders.folder_of(settings)) if replicas.is_first else nullcontext()
+    lock = locked_run(settings, folders.folder_of(settings)) if replicas.is_first else nullcontext()
     with nullcontext() if is_alone else accelerator.errors_of_all(replicas), lock:
         start = replicas.first(lambda: decide(settings))
         if start is None:

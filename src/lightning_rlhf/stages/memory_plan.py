@@ -29,7 +29,7 @@ from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
 from lightning_rlhf.modules import ppo, supervised
-from lightning_rlhf.parallel.sharding import held
+from lightning_rlhf.parallel.sharding import local_part
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
 
@@ -139,10 +139,10 @@ def plan_memory(
         if config.rollout != "vllm":
             rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
         longest = max(tokens, *(one.length for one in demonstrations), 0)
-        imitated = (len(one.imitated) for one in demonstrations)
-        predicted = max(config.max_response_tokens, *imitated, 0)
+        target_tokens = (len(one.target_tokens) for one in demonstrations)
+        predicted = max(config.max_response_tokens, *target_tokens, 0)
     elif isinstance(rows[0], DemonstrationTokens):
-        predicted = max(len(row.imitated) for row in rows)
+        predicted = max(len(row.target_tokens) for row in rows)
     else:
         longest *= 2  # the two sides of a pair
         sides = max(len(row.chosen) + len(row.rejected) for row in rows)
@@ -209,7 +209,7 @@ def plan_of(
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
         # Gathered to sample; weights that are trained take the place of their gradient then.
         frozen = (p for p in model.parameters() if not p.requires_grad)
-        copied += sum(p.nbytes - held(p).nbytes for p in frozen)
+        copied += sum(p.nbytes - local_part(p).nbytes for p in frozen)
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
@@ -277,9 +277,9 @@ def bytes_of(
     """Return the memory of the weights of a role, of which some are trained, with these moments."""
     own = [p for p in parameters if p.requires_grad]
     trained = sum(p.nbytes for p in own)
-    weights = sum(held(p).nbytes + loading.scale_bytes(p) for p in parameters)
-    optimizer = sum(moments(p) * held(p).numel() // p.numel() for p in own)
-    optimizer += (config.ema_decay is not None) * sum(held(p).nbytes for p in own)
+    weights = sum(local_part(p).nbytes + loading.scale_bytes(p) for p in parameters)
+    optimizer = sum(moments(p) * local_part(p).numel() // p.numel() for p in own)
+    optimizer += (config.ema_decay is not None) * sum(local_part(p).nbytes for p in own)
     return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
 
 

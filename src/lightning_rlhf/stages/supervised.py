@@ -162,7 +162,7 @@ class SFT(Supervised):
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         data = self.batches
         if data.val:
-            texts = ([e.imitated for e in some] for some in (data.train, data.val))
+            texts = ([e.target_tokens for e in some] for some in (data.train, data.val))
             metrics = metrics | {"eval/unigram_perplexity": unigram_perplexity(*texts)}
         return super().summarise(run, module, metrics)
 

@@ -65,7 +65,7 @@ class Verdicts:
         """Append a verdict, by one write, on a line of its own also after one that is torn."""
         line = f"\n{json.dumps(verdict)}\n".encode()
         storage.make_folder(self.path.parent)
-        with storage.full_disk_told(self.path), self.path.open("ab", buffering=0) as file:
+        with storage.storage_errors(self.path), self.path.open("ab", buffering=0) as file:
             file.write(line)
 
 
