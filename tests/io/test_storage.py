@@ -25,9 +25,9 @@ def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
     (target / WRITTEN).write_text("\n".join(files))
     for name in ("stale", "model", "new"):
         (target / name).write_text("before")
-    with written_whole(target, kind="folder") as beside:
+    with written_whole(target, kind="folder") as temporary:
         for name in ("model", "new"):
-            (beside / name).write_text("written")
+            (temporary / name).write_text("written")
     assert {p.name: p.read_text() for p in target.iterdir() if p.is_file()} == {
         "model": "written", "new": "written", "new.orig": "before",
         WRITTEN: f"model\nnew\n{WRITTEN}",
@@ -52,12 +52,12 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_a
 
     if (child := os.fork()) == 0:
         os.replace = killed
-        with written_whole(target, kind="folder") as beside:
-            (beside / "model").write_text("lost")
+        with written_whole(target, kind="folder") as temporary:
+            (temporary / "model").write_text("lost")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert target.exists() == (kills_at == 1)
-    with written_whole(target, kind="folder") as beside:
-        (beside / "model").write_text("new")
+    with written_whole(target, kind="folder") as temporary:
+        (temporary / "model").write_text("new")
     assert {path.name: path.read_text() for path in target.iterdir()} == {
         "model": "new", "notes": "mine", WRITTEN: f"model\n{WRITTEN}",
     }  # fmt: skip
@@ -85,8 +85,8 @@ def test_what_is_written_over(tmp_path: Path, kind: Kind, there: str) -> None:
     STANDING[there](target)
     before = [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))]
     refused = pytest.raises(StorageError, match="stands there; allowed: ")
-    with nullcontext() if allowed else refused, written_whole(target, kind=kind) as beside:
-        (beside / "new" if kind == "folder" else beside).write_text("new")
+    with nullcontext() if allowed else refused, written_whole(target, kind=kind) as temporary:
+        (temporary / "new" if kind == "folder" else temporary).write_text("new")
     assert other.read_text() == "another's"
     if allowed:
         assert not target.is_symlink()
@@ -107,8 +107,8 @@ def test_what_no_file_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_what_comes_while_it_is_written_stays(tmp_path: Path) -> None:
     target = tmp_path / "a"
-    with pytest.raises(StorageError), written_whole(target) as beside:  # noqa: PT012
-        beside.write_text("new")
+    with pytest.raises(StorageError), written_whole(target) as temporary:  # noqa: PT012
+        temporary.write_text("new")
         (target / "mine").mkdir(parents=True)
     assert list(tmp_path.iterdir()) == [target]
     assert list(target.iterdir()) == [target / "mine"]
@@ -122,16 +122,16 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     umask, file, folder = 0o022, 0o644, 0o755
     before = os.umask(umask)
     try:
-        with written_whole(tmp_path / "a", kind="folder") as beside:
-            shutil.copytree(private, beside, dirs_exist_ok=True)
-            save_file({"x": torch.zeros(1)}, beside / "weights.safetensors")
-        with written_whole(tmp_path / "b") as beside:
-            save_file({"x": torch.zeros(1)}, beside)
+        with written_whole(tmp_path / "a", kind="folder") as temporary:
+            shutil.copytree(private, temporary, dirs_exist_ok=True)
+            save_file({"x": torch.zeros(1)}, temporary / "weights.safetensors")
+        with written_whole(tmp_path / "b") as temporary:
+            save_file({"x": torch.zeros(1)}, temporary)
         assert os.umask(umask) == umask, "it is as it was"
     finally:
         os.umask(before)
-    with written_whole(tmp_path / "c", kind="folder") as beside:
-        beside.chmod(0o2777)  # a folder whose new files belong to its group
+    with written_whole(tmp_path / "c", kind="folder") as temporary:
+        temporary.chmod(0o2777)  # a folder whose new files belong to its group
     assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o2777
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a").iterdir()}
     assert modes == {"page": file, "weights.safetensors": file, WRITTEN: file}
@@ -142,8 +142,8 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 def test_what_fails_leaves_the_one_before(tmp_path: Path) -> None:
     target = tmp_path / "a"
     target.write_text("before")
-    with pytest.raises(KeyboardInterrupt), written_whole(target) as beside:  # noqa: PT012
-        beside.write_text("half")
+    with pytest.raises(KeyboardInterrupt), written_whole(target) as temporary:  # noqa: PT012
+        temporary.write_text("half")
         raise KeyboardInterrupt
     assert target.read_text() == "before"
     assert list(tmp_path.iterdir()) == [target]
@@ -153,8 +153,8 @@ def test_nothing_beside_a_file_is_deleted(tmp_path: Path) -> None:
     """Temporary names are our own."""
     (tmp_path / "mine.tmp").mkdir()
     (tmp_path / "mine.tmp" / "file").touch()
-    with written_whole(tmp_path / "mine") as beside:
-        beside.write_text("new")
+    with written_whole(tmp_path / "mine") as temporary:
+        temporary.write_text("new")
     names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))]
     assert names == ["mine", "mine.tmp", "mine.tmp/file"]
 
@@ -177,10 +177,10 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    with written_whole(tmp_path / "a", kind="folder") as beside:
-        (beside / "file").touch()
+    with written_whole(tmp_path / "a", kind="folder") as temporary:
+        (temporary / "file").touch()
     assert {*order[:2]} == {"file", WRITTEN}
-    assert order[2:] == [beside.name, "replace", tmp_path.name]
+    assert order[2:] == [temporary.name, "replace", tmp_path.name]
 
 
 def test_a_full_disk_is_told_of_any_file() -> None:
@@ -200,8 +200,8 @@ def test_a_full_disk_is_told_of_any_file() -> None:
 def test_a_full_disk_names_the_folder_and_no_file_that_is_deleted_with_it(tmp_path: Path) -> None:
     with (
         pytest.raises(StorageError, match=f"^{tmp_path}/final was not written: No space"),
-        written_whole(tmp_path / "final", kind="folder") as beside,
-        written_whole(beside / "figure.png"),
+        written_whole(tmp_path / "final", kind="folder") as temporary,
+        written_whole(temporary / "figure.png"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert list(tmp_path.iterdir()) == []
@@ -209,8 +209,8 @@ def test_a_full_disk_names_the_folder_and_no_file_that_is_deleted_with_it(tmp_pa
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     """As by --out of an export; where a file stands above it, nothing is written."""
-    with written_whole(tmp_path / "a" / "b", kind="folder") as beside:
-        (beside / "file").touch()
+    with written_whole(tmp_path / "a" / "b", kind="folder") as temporary:
+        (temporary / "file").touch()
     assert (tmp_path / "a" / "b" / "file").is_file()
     above = tmp_path / "a" / "b" / "file" / "c" / "d"
     with pytest.raises(StorageError, match="Not a dir"), written_whole(above, kind="folder"):

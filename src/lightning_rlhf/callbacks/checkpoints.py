@@ -40,7 +40,7 @@ class WholeFiles(TorchCheckpointIO):
         if world().rank > 0:
             return  # it has gathered sharded weights with the first one
         storage.make_folder(target.parent)
-        with storage.written_whole(target) as beside, beside.open("wb") as file:
+        with storage.written_whole(target) as temporary, temporary.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,8 +275,8 @@ def divergence_advice(stage: str, made: int) -> str:
     if made == 0:
         reason = "No update was made before them, so that no learning rate did this"
         return f"{reason}: it is the model that the run starts from, or the data{reward}"
-    beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
+    name = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "
-        f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
+        f"{name}) with a smaller {stage}.lr: a resumed run keeps its numbers"
     )

@@ -410,8 +410,8 @@ class Diagnosis(Callback):
 
     def write(self) -> None:
         """Write all findings to the file."""
-        with written_whole(self.history.run_dir / DIAGNOSIS) as beside:
-            beside.write_text(json.dumps(self.findings, indent=2) + "\n", encoding="utf-8")
+        with written_whole(self.history.run_dir / DIAGNOSIS) as temporary:
+            temporary.write_text(json.dumps(self.findings, indent=2) + "\n", encoding="utf-8")
 
 
 class OwnRule(Callback):

@@ -57,8 +57,8 @@ class Samples(Callback):
             # A resumed run draws the samples of later iterations again; one cut off is none.
             lines = storage.json_lines(path)
             kept = [f"{line}\n" for line, sample in lines if sample["iteration"] <= last]
-            with storage.written_whole(path) as beside:
-                beside.write_bytes("".join(kept).encode())
+            with storage.written_whole(path) as temporary:
+                temporary.write_bytes("".join(kept).encode())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         iteration = pl_module.iteration

@@ -132,12 +132,12 @@ def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     if target.exists() and target.samefile(source):
         return  # renaming one link of a file over another has no effect
-    with storage.written_whole(target, source.stat().st_size) as beside:
-        beside.unlink()
+    with storage.written_whole(target, source.stat().st_size) as temporary:
+        temporary.unlink()
         try:
-            os.link(source, beside)
+            os.link(source, temporary)
         except OSError:
-            shutil.copyfile(source, beside)
+            shutil.copyfile(source, temporary)
 
 
 def go_back(folder: Path, step: int) -> list[str]:
@@ -290,8 +290,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write a file of samples whole, and make its folder."""
     storage.make_folder(path.parent)
     lines = [console.json_line(sample) + "\n" for sample in samples]
-    with storage.written_whole(path) as beside:
-        beside.write_text("".join(lines), encoding="utf-8")
+    with storage.written_whole(path) as temporary:
+        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def read_wandb_id(path: Path) -> str:

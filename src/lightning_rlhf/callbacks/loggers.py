@@ -122,7 +122,7 @@ class MetricsFile(Logger):
         order = {name: place for place, name in enumerate(METRICS)}
         names = {name for row in self._rows.values() for name in row}
         self._columns = sorted(names, key=lambda n: (order.get(n, len(order)), n))
-        with written_whole(self.path) as beside, beside.open("w", newline="") as file:
+        with written_whole(self.path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, [files.STEP, *self._columns])
             writer.writeheader()
             writer.writerows({files.STEP: s, **row} for s, row in self._rows.items())
@@ -239,8 +239,8 @@ def wandb_run(config: files.WandbConfig, run_dir: Path, about: Mapping[str, Any]
 
     group = config.group or os.getenv("WANDB_RUN_GROUP") or about["group"]
     if not (run_dir / files.WANDB_ID).exists():
-        with written_whole(run_dir / files.WANDB_ID) as beside:
-            beside.write_text(secrets.token_hex(4))
+        with written_whole(run_dir / files.WANDB_ID) as temporary:
+            temporary.write_text(secrets.token_hex(4))
     names = {
         "name": fitted(about["name"], NAME_CHARACTERS),
         "group": None if group is None else fitted(group, NAME_CHARACTERS),

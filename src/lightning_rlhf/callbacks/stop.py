@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.parallel.replicas import Replicas
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAID = "\nending after this step, with a checkpoint; a second {} ends at once\n"
+MESSAGE = "\nending after this step, with a checkpoint; a second {} ends at once\n"
 """Message printed at the first signal."""
 REPEATED_S = 0.5
 """Seconds in which a further signal counts as the first one, repeated: Linux may send the signal
@@ -37,14 +37,14 @@ class Stopped(SystemExit):
 class Stop:
     """The first signal received in a run, if any."""
 
-    def __init__(self, said: str = SAID) -> None:
-        """Begin without a signal; said: message printed at the first, with a place for its name."""
-        self.said = said
+    def __init__(self, message: str = MESSAGE) -> None:
+        """Begin without a signal; message: text printed at the first, with a place for its name."""
+        self.message = message
         self.signal: signal.Signals | None = None
         """The signal received; None before the first one."""
         self.time = 0.0
         """Time at which it was received, in seconds of a monotonic clock."""
-        self.is_said = False
+        self.is_printed = False
         """True if the message was printed."""
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
@@ -57,10 +57,10 @@ class Stop:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         is_passed_on = os.environ.get(IN_LAUNCHER) == str(os.getppid())  # by who has printed it
-        if world().rank == 0 and not is_passed_on and not self.is_said:
-            self.is_said = True
+        if world().rank == 0 and not is_passed_on and not self.is_printed:
+            self.is_printed = True
             # A handler may interrupt a print, and Python's streams refuse a print within a print.
-            os.write(2, self.said.format(self.signal.name).encode())
+            os.write(2, self.message.format(self.signal.name).encode())
 
     def obey(self, replicas: Replicas | None = None) -> None:
         """Raise Stopped if a signal was received, here or in another process of the run."""

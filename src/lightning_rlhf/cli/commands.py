@@ -99,8 +99,8 @@ def compare(arguments: Sequence[str]) -> None:
     found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
     for table in found.console():
         get_console().print(table)
-    with written_whole(out, kind="page") as beside:
-        found.write(beside, f"{found.stage}: {', '.join(given.runs)}")
+    with written_whole(out, kind="page") as temporary:
+        found.write(temporary, f"{found.stage}: {', '.join(given.runs)}")
     print_line(f"comparison: {out}")
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
+from lightning_rlhf.callbacks.stop import MESSAGE, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
 from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, require
 from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with
@@ -124,7 +124,7 @@ def run_processes(settings: stage.Settings, overrides: Sequence[str]) -> None:
     words = [word for word in overrides if key_of(word) not in decided]
     words += [f"{key}={value}" for key, value in decided.items()]
     command = ["-m", "lightning_rlhf", *own_configs(), *words]
-    failures = launch(trainer.devices, command, SAID if trains else "")
+    failures = launch(trainer.devices, command, MESSAGE if trains else "")
     statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
     killed = [rank for rank, status in statuses.items() if status < 0]
     # The launcher sends SIGTERM to those that are left when another one has ended: it counts only
@@ -143,10 +143,10 @@ def run_processes(settings: stage.Settings, overrides: Sequence[str]) -> None:
         sys.exit(max(statuses.values()))
 
 
-def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
+def launch(processes: int, command: Sequence[str], message: str) -> dict[int, Any]:
     """Run `python command` in several processes.
 
-    said: message to print at the first signal, with a place for its name.
+    message: text to print at the first signal, with a place for its name.
 
     Returns: rank -> `ProcessFailure` of a process; an exit status below 0 is a signal's number.
 
@@ -155,7 +155,7 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
     """
     from torch.distributed import DistError, elastic, launcher
 
-    stop = Stop(said)
+    stop = Stop(message)
     signalled = elastic.multiprocessing.SignalException
 
     def receive(signum: int, frame: FrameType | None) -> None:

@@ -83,8 +83,9 @@ def replay(arguments: Sequence[str]) -> None:
         ("Numbers of a token", part("table", list(COLUMNS.values()))),
     ]
     path = folder / f"replay_{iteration}.html"
-    with storage.written_whole(path) as beside:
-        write_page(beside, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
+    with storage.written_whole(path) as temporary:
+        report = StageReport(sections=sections)
+        write_page(temporary, f"Iteration {iteration} of {folder}", [report])
     console.print_line(f"page: {path}")
 
 

@@ -333,8 +333,8 @@ class Jobs:
         ignored = () if stopped is None else (RLHFError,)
         with suppress(*ignored), storage_errors():
             comparison = compare_runs(begun, stage, fewest=1)
-            with written_whole(page, kind="page") as beside:
-                comparison.write(beside, title, table)
+            with written_whole(page, kind="page") as temporary:
+                comparison.write(temporary, title, table)
             print_line(f"comparison: {page}")
         return status
 

@@ -113,15 +113,15 @@ def build(cls: type[T], node: Any, key: str) -> T:
         match detail["type"]:
             case "unexpected_keyword_argument":
                 known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-                said = unknown_key(name, known, f"{key}.", node)
+                reason = unknown_key(name, known, f"{key}.", node)
             case "missing":
-                said = f"{where} is missing from the configuration"
+                reason = f"{where} is missing from the configuration"
             case _ if not name:  # a rule of __post_init__
-                said = f"{key}.{detail['ctx']['error']}"
+                reason = f"{key}.{detail['ctx']['error']}"
             case _:
                 found = detail["input"] if isinstance(place[-1], int) else values[name]
-                said = refusal(where, found, allowed(hints[name]))
-        refusals.setdefault(where, said)
+                reason = refusal(where, found, allowed(hints[name]))
+        refusals.setdefault(where, reason)
     (_, first), *others = refusals.items()
     shown = ", ".join(name for name, _ in others[:3]) + ", ..." * (len(others) > 3)
     raise ConfigError(f"{first} (and {len(others)} more: {shown})" if others else first)

@@ -60,8 +60,8 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     make_folder(path.parent)
     table = pa.table(dict(columns))
     options = {"compression": "zstd", "write_page_checksum": True, "store_schema": False}
-    with written_whole(path, table.nbytes) as beside:
-        pq.write_table(table, beside, **options)
+    with written_whole(path, table.nbytes) as temporary:
+        pq.write_table(table, temporary, **options)
 
 
 def recorded_columns(

@@ -68,8 +68,8 @@ def keep_recipe(
     kept: dict[str, Any] = {STEPS: [path.relative_to(folder).as_posix() for path in runs]}
     kept |= {} if promises is None else {PROMISES: list(map(vars, promises))}
     for name, content in kept.items():
-        with written_whole(folder / name) as beside:
-            beside.write_text(json.dumps(content, indent=2) + "\n")
+        with written_whole(folder / name) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def over_seeds(values: Sequence[float]) -> str:

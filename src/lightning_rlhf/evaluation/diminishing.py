@@ -387,9 +387,9 @@ def write_diminishing(folder: Path, title: str) -> int:
         return iterations
     found = measure_returns(curves)
     conclusion = conclude(found, paired_stop(folder))
-    with storage.written_whole(folder / NUMBERS) as beside:
+    with storage.written_whole(folder / NUMBERS) as temporary:
         text = json.dumps(conclusion, indent=1, allow_nan=False)
-        beside.write_text(f"{text}\n", encoding="utf-8")
+        temporary.write_text(f"{text}\n", encoding="utf-8")
     *others, by_compute = frontier_plots(curves, conclusion)
     series = [*by_compute.series]
     for curve, color in ((found.reward, PURPLE), (found.gold, PALETTE[4])):

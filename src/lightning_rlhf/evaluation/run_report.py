@@ -73,8 +73,8 @@ def write(runs: Sequence[measured.RunFiles], folder: Path) -> list[run_page.Stag
         promises = [run_page.PromiseRow(**row) for row in measured.optional_json(path) or ()]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
     stages = [stage_report(run, number, folder) for number, run in enumerate(runs, start=1)]
-    with storage.written_whole(folder / PAGE, kind="page") as beside:
-        run_page.write_page(beside, name, stages, promises)
+    with storage.written_whole(folder / PAGE, kind="page") as temporary:
+        run_page.write_page(temporary, name, stages, promises)
     return stages
 
 

@@ -137,8 +137,8 @@ def choose(
             if value.chosen is not None and value.last is not None
         )
         console.print_line(f"final/ is step {step} (final={final}): {found}")
-    with storage.written_whole(folder / ENDING) as beside:
-        beside.write_text(json.dumps(asdict(ending), indent=2) + "\n")
+    with storage.written_whole(folder / ENDING) as temporary:
+        temporary.write_text(json.dumps(asdict(ending), indent=2) + "\n")
     return None if step == last else measured_at(folder, step)
 
 

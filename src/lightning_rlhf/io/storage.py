@@ -57,14 +57,14 @@ def foreign_names(folder: Path, ours: Collection[str] | None = None) -> list[str
     return [name for name in others if not any(fnmatch(name, pattern) for pattern in NOBODYS)]
 
 
-def replace_folder(beside: Path, target: Path) -> None:
+def replace_folder(temporary: Path, target: Path) -> None:
     """Put a complete folder in the place of `target`, with copies of that one's foreign names.
 
     Two renames part the old state from the new one: after a kill between them, `restore` takes the
     old folder back. A foreign name that the new folder has too is copied as NAME.orig.
     """
     for name in foreign_names(target):
-        copy = beside / (f"{name}.orig" if os.path.lexists(beside / name) else name)
+        copy = temporary / (f"{name}.orig" if os.path.lexists(temporary / name) else name)
         if (target / name).is_dir() and not (target / name).is_symlink():
             shutil.copytree(target / name, copy, symlinks=True)
         else:
@@ -72,7 +72,7 @@ def replace_folder(beside: Path, target: Path) -> None:
         flush(copy)
     old = target.with_name(f".{target.name}.{secrets.token_hex(8)}{OLD}")
     os.replace(target, old)
-    os.replace(beside, target)
+    os.replace(temporary, target)
     shutil.rmtree(old)
 
 
@@ -116,34 +116,34 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
     """
     restore(target)
     refuse_foreign(target, kind)
-    beside = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
+    temporary = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
         if kind == "folder":
             make_folder(target.parent)
-            beside.mkdir()
+            temporary.mkdir()
         else:
-            beside.touch(exist_ok=False)
-        yield beside
+            temporary.touch(exist_ok=False)
+        yield temporary
         if kind == "folder":
-            (beside / WRITTEN).write_text("\n".join([*sorted(os.listdir(beside)), WRITTEN]))
-        apply_umask(beside)
-        flush(beside)
+            (temporary / WRITTEN).write_text("\n".join([*sorted(os.listdir(temporary)), WRITTEN]))
+        apply_umask(temporary)
+        flush(temporary)
         refuse_foreign(target, kind)  # what came while it was written
         if kind == "folder" and target.is_dir():
-            replace_folder(beside, target)
+            replace_folder(temporary, target)
         else:
-            os.replace(beside, target)
+            os.replace(temporary, target)
         flush_entry(target.parent)
     except BaseException as error:
-        files = [beside, *beside.rglob("*")]
+        files = [temporary, *temporary.rglob("*")]
         size = sum(file.stat().st_size for file in files if file.is_file())
-        if os.path.lexists(beside):
-            delete(beside)
-        if isinstance(error, StorageError) and str(beside) not in str(error):
+        if os.path.lexists(temporary):
+            delete(temporary)
+        if isinstance(error, StorageError) and str(temporary) not in str(error):
             raise  # it names another file
         needs = f"{readable(max(needed or 0, size))}{'' if needed else ' or more'}"
         with storage_errors(target, f". It needs {needs}, and"):
-            ours = map(str, (beside, *beside.parents))
+            ours = map(str, (temporary, *temporary.parents))
             if isinstance(error, OSError) and not full_disk(error) and str(error.filename) in ours:
                 raise StorageError(f"{target} was not written: {error.strerror}") from error
             raise

@@ -216,8 +216,8 @@ def nearest_path(source: str) -> str:
     if missing is None:
         return ""
     above = missing.parent
-    beside = sorted(above.glob("*"))  # none where it cannot be listed
-    names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
+    entries = sorted(above.glob("*"))  # none where it cannot be listed
+    names = [p.name for p in entries if p.is_dir() or p.suffix == path.suffix != ""]
     if close := difflib.get_close_matches(missing.name, names, n=1):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"

@@ -123,8 +123,8 @@ def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
                 at = axes.transAxes
                 axes.text(0.5, 0.5, "not measured", transform=at, ha="center", color=GREY)
             axes.legend(handles=handles, ncols=max(1, len(handles)), handlelength=1.6, **LEGEND)
-        with storage.written_whole(path) as beside:
-            figure.savefig(beside, dpi=DPI, format="png")
+        with storage.written_whole(path) as temporary:
+            figure.savefig(temporary, dpi=DPI, format="png")
 
 
 def head(figure: Figure, title: str) -> None:

@@ -140,8 +140,8 @@ class ServerSampler(BatchSampler):
             _samplers.append(self)
         if stack:
             place = storage.written_whole(self.folder / name, kind="folder")
-            with place as beside, model.stacked(model.role) as adapter:
-                heads.save_adapter(beside, model.model, adapter, base)
+            with place as temporary, model.stacked(model.role) as adapter:
+                heads.save_adapter(temporary, model.model, adapter, base)
             self.written.append(name)
         served = dict.fromkeys(config.url, name) if stack else dict(self.served)
         for url in config.url:

@@ -88,8 +88,8 @@ def leave_failed(folder: Path, reason: str) -> None:
     with suppress(OSError, RLHFError):
         refuse_foreign_files(folder)
         storage.make_folder(folder)
-        with storage.written_whole(folder / FAILED) as beside:
-            beside.write_text(reason + "\n")
+        with storage.written_whole(folder / FAILED) as temporary:
+            temporary.write_text(reason + "\n")
 
 
 def clear(folder: Path) -> None:

@@ -122,8 +122,8 @@ class Run:
             folders.delete_unfinished(folder)
             (folder / folders.ENDING).unlink(missing_ok=True)
             for name, text in texts.items():
-                with storage.written_whole(folder / name) as beside:
-                    beside.write_text(text)
+                with storage.written_whole(folder / name) as temporary:
+                    temporary.write_text(text)
         except OSError as error:
             raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
         return folder

@@ -191,11 +191,11 @@ def write_final(
     is_adapter = role in roles.adapters(role)
     parts = roles.model.named_parameters()
     size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
-    with storage.written_whole(folder, size, "folder") as beside:
-        own = beside / checkpoint.ROLES
+    with storage.written_whole(folder, size, "folder") as temporary:
+        own = temporary / checkpoint.ROLES
         own.mkdir(parents=True)
         if more is not None:
-            shutil.copytree(more, beside, dirs_exist_ok=True)
+            shutil.copytree(more, temporary, dirs_exist_ok=True)
         is_complete = is_adapter and len(roles.adapters(role)) > 1 and head != REWARD
         stands_on = BASE if manifest.stage == "sft" or is_complete else REFERENCE
         below = roles.reference.probe(stands_on) if below is None else below
@@ -207,22 +207,22 @@ def write_final(
             with roles.stacked(role) as name:
                 if sft is not None and name != role:  # it includes SFT's
                     base = checkpoint.find(parent, SFT).base_folder or manifest.base
-                heads.save_adapter(beside, roles.model, name, base, rewards)
+                heads.save_adapter(temporary, roles.model, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
                 heads.save_adapter(own, roles.model, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
             with roles.weights() as state:
-                heads.save_whole(beside, causal_lm, state, rewards, tokenizer.pad_token_id)
-        tokenizer.save_pretrained(beside)
+                heads.save_whole(temporary, causal_lm, state, rewards, tokenizer.pad_token_id)
+        tokenizer.save_pretrained(temporary)
         if head is not None:
             state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}
             save_file(state, own / f"{head}_head.safetensors")
         save_file(fingerprints, own / build_roles.FINGERPRINT)
         if card is not None:
-            (beside / "README.md").write_text(card, encoding="utf-8")
+            (temporary / "README.md").write_text(card, encoding="utf-8")
         record = json.dumps(asdict(manifest), indent=2)
-        (beside / checkpoint.MANIFEST).write_text(f"{record}\n")
+        (temporary / checkpoint.MANIFEST).write_text(f"{record}\n")
 
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:

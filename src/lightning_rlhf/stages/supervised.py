@@ -310,9 +310,9 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData, role: str =
         torch.Generator().manual_seed(run.settings.seed),
         role=role,
     )
-    said = masking.real_tokens(sampled.responses, sampled.response_mask)
+    responses = masking.real_tokens(sampled.responses, sampled.response_mask)
     texts = []
-    for i, response in zip(sampled.index.tolist(), said, strict=True):
+    for i, response in zip(sampled.index.tolist(), responses, strict=True):
         prompt, known, answer = map(chat.decode_response, (*some[i], response))
         prompt = chat.without_template(prompt)
         texts.append({"prompt": prompt, "demonstration": known, "response": answer})

@@ -148,8 +148,8 @@ def json_schema(prompts: Texts, responses: Texts, schema: Any) -> list[float | N
             kind = jsonschema.validators.validator_for(value, jsonschema.Draft202012Validator)
             kind.check_schema(value)
         except (ValueError, RecursionError, jsonschema.SchemaError) as error:
-            said = f"no JSON schema: {first_line(error)}"
-            raise ConfigError(f"schema is {quoted(one)}, {said}") from None
+            fault = f"no JSON schema: {first_line(error)}"
+            raise ConfigError(f"schema is {quoted(one)}, {fault}") from None
         known.setdefault(key, kind(value, registry=referencing.Registry()))
 
     def is_valid(response: str, one: Any) -> Any:

@@ -157,8 +157,8 @@ class Judge:
             parts = {"dialogue": dialogue, "response": response}
             parts |= {} if right is None else {"answer": right}
             text = "\n".join(f"<{name}>\n{part}\n</{name}>" for name, part in parts.items())
-            said = [system, {"role": "user", "content": text}]
-            request = {"model": self.model, "messages": said, "temperature": 0, **self.request}
+            messages = [system, {"role": "user", "content": text}]
+            request = {"model": self.model, "messages": messages, "temperature": 0, **self.request}
             key = hashlib.sha256(json.dumps([self.url, request]).encode()).hexdigest()
             found.append((key, request))
         return found
@@ -185,6 +185,6 @@ class Judge:
         if numbers and self.lowest <= numbers[-1] <= self.highest:
             return (numbers[-1] - self.lowest) / (self.highest - self.lowest)
         if self.unreadable is None:
-            said = f"gave no score from {self.lowest} to {self.highest}: {errors.quoted(verdict)}"
-            raise self.client.error(f"{said}; unreadable=0.0 goes on with 0")
+            fault = f"gave no score from {self.lowest} to {self.highest}: {errors.quoted(verdict)}"
+            raise self.client.error(f"{fault}; unreadable=0.0 goes on with 0")
         return self.unreadable
