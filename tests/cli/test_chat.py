@@ -11,7 +11,7 @@ from rich import get_console
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.cli.chat import Conversation, opened, talk
+from lightning_rlhf.cli.chat import Conversation, answer_lines, opened
 
 from .conftest import Workplace, tree
 
@@ -38,7 +38,7 @@ def pair(both: Conversation) -> Conversation:
 def said(conversation: Conversation, *lines: str, folder: Path) -> str:
     """What the terminal shows after these lines, and the end of the input."""
     with get_console().capture() as capture:
-        talk(conversation, iter(lines), folder / "chat.jsonl")
+        answer_lines(conversation, iter(lines), folder / "chat.jsonl")
     return capture.get()
 
 
@@ -55,8 +55,8 @@ def test_replies_stream_and_end_with_their_numbers(
     pair.temperature = 0.7
     pieces: list[str] = []
     pair.ask("What is the capital of Peru?", pieces.append)
-    assert [speaker.name for speaker in pair.speakers] == ["sft", "ppo"]
-    replies = [speaker.turns[-1] for speaker in pair.speakers]
+    assert [model.name for model in pair.models] == ["sft", "ppo"]
+    replies = [model.turns[-1] for model in pair.models]
     assert len(pieces) > 2
     texts = (reply.text.removesuffix("\N{REPLACEMENT CHARACTER}") for reply in replies)
     assert "".join(pieces) == "".join(texts)
@@ -66,29 +66,29 @@ def test_replies_stream_and_end_with_their_numbers(
     assert replies[0].kl is None
 
     # One more reply of PPO, whose tokens are caught.
-    speaker = pair.speakers[1]
-    prompt = speaker.chat.prompt_tokens("What is the capital of Peru?")
-    kept = list(speaker.tokens(prompt, 8, 0.7, torch.Generator().manual_seed(1)))
+    model = pair.models[1]
+    prompt = model.chat.prompt_tokens("What is the capital of Peru?")
+    kept = list(model.tokens(prompt, 8, 0.7, torch.Generator().manual_seed(1)))
     at = torch.arange(len(prompt) - 1, len(prompt) + len(kept) - 1)
     p, q = (
         F.log_softmax(logits_after(finals[stage], [*prompt, *kept])[at] / 0.7, dim=-1)
         for stage in ("ppo", "sft")
     )
     expected = (p - q)[torch.arange(len(kept)), kept].sum()
-    assert speaker.kl(prompt, kept, 0.7) == pytest.approx(float(expected), abs=1e-4)
+    assert model.kl(prompt, kept, 0.7) == pytest.approx(float(expected), abs=1e-4)
     assert abs(expected) > 1e-3
 
 
 def test_temperature_0_is_greedy_and_a_seed_repeats(
     pair: Conversation, finals: dict[str, str]
 ) -> None:
-    speaker = pair.speakers[1]
-    prompt = speaker.chat.prompt_tokens("What is the capital of Peru?")
-    greedy = list(speaker.tokens(prompt, 5, 0.0, torch.Generator()))
+    model = pair.models[1]
+    prompt = model.chat.prompt_tokens("What is the capital of Peru?")
+    greedy = list(model.tokens(prompt, 5, 0.0, torch.Generator()))
     best = logits_after(finals["ppo"], [*prompt, *greedy]).argmax(dim=-1)
     assert greedy == best[len(prompt) - 1 : -1].tolist()
     once, again, other = (
-        list(speaker.tokens(prompt, 8, 1.0, torch.Generator().manual_seed(seed)))
+        list(model.tokens(prompt, 8, 1.0, torch.Generator().manual_seed(seed)))
         for seed in (3, 3, 4)
     )
     assert once == again != other
@@ -117,7 +117,7 @@ def test_a_model_sees_its_own_turns(pair: Conversation, tmp_path: Path) -> None:
     said(pair, "one", "two", f"/save {named}", "/reset", "three", "four", folder=tmp_path)
     kept = json.loads(named.read_text().splitlines()[0])["messages"]
     assert [turn["content"] for turn in kept][::2] == ["one", "two"]
-    sft, ppo = pair.speakers
+    sft, ppo = pair.models
     turns = pair.messages(ppo)
     assert [turn.content for turn in turns][::2] == ["three", "four"]
     assert turns[1].content == ppo.turns[0].text != sft.turns[0].text
@@ -148,10 +148,10 @@ def test_an_interrupted_turn_is_not_kept(
         yield 5
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(pair.speakers[0]), "tokens", interrupted)
+    monkeypatch.setattr(type(pair.models[0]), "tokens", interrupted)
     out = said(pair, "hello", "/quit", folder=tmp_path)
     assert "stopped; the turn is not kept" in out
-    assert pair.speakers[0].turns == []
+    assert pair.models[0].turns == []
     assert not (tmp_path / "chat.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 
-from lightning_rlhf.cli.chat import load_speaker
+from lightning_rlhf.cli.chat import load_chat_model
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.runs.folders import trained_as
@@ -62,12 +62,12 @@ def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workpl
     assert final.base_folder == str(sft.resolve())
     config, _ = trained_as(final)
     start_from(config, final, trainable=False, seed=0)  # compares both fingerprints
-    speaker = load_speaker("second", final, torch.device("cpu"))
-    assert (speaker.role, speaker.roles.adapters("reference")) == ("policy", ("sft",))
+    loaded = load_chat_model("second", final, torch.device("cpu"))
+    assert (loaded.role, loaded.roles.adapters("reference")) == ("policy", ("sft",))
     policy = AutoPeftModelForCausalLM.from_pretrained(final.path).eval()
     tokens = torch.arange(16)[None]
-    with speaker.roles.use_role("policy"):
-        ours = speaker.roles.causal_lm(tokens).logits
+    with loaded.roles.use_role("policy"):
+        ours = loaded.roles.causal_lm(tokens).logits
     torch.testing.assert_close(policy(tokens).logits, ours, atol=1e-5, rtol=0)
     trained.call("export", str(final.path), "--merge").succeeded  # noqa: B018
 

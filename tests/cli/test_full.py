@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.cli.chat import load_speaker
+from lightning_rlhf.cli.chat import load_chat_model
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.roles import probe_tokens
 
@@ -47,8 +47,8 @@ def test_final_is_a_whole_model(place: Workplace) -> None:
     assert (own["self"] - before).abs().max() > 1e-3
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert same(model(probe_tokens(model)).logits[0, -1], own["self"])
-    speaker = load_speaker("full", find(str(folder / "final"), "x"), torch.device("cpu"))
-    assert same(speaker.roles.probe(speaker.role), own["self"])
+    loaded = load_chat_model("full", find(str(folder / "final"), "x"), torch.device("cpu"))
+    assert same(loaded.roles.probe(loaded.role), own["self"])
     policies = f"eval_policy.policies=[{folder}/final,{folder}/checkpoints/000003.ckpt]"
     place.mini("stage=eval_policy", "run=full", policies, *given(place)).succeeded  # noqa: B018
     samples = (place.stage("eval_policy", "full") / "final" / "samples.jsonl").read_text()

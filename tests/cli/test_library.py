@@ -45,7 +45,7 @@ def test_both_doors_train_the_same_weights(notebook: Trained, pipeline: Workplac
         assert (ours == weights(pipeline.stage(stage))) == (stage != "ppo"), stage
     names = notebook[1]
     assert [len(axis.lines[0].get_xdata()) for axis in names["axes"]] == [3, 1, 3]  # val_every=2
-    assert names["conversation"].speakers[0].turns[0].tokens > 0
+    assert names["conversation"].models[0].turns[0].tokens > 0
 
 
 def test_what_was_saved_is_a_run_of_the_command(notebook: Trained) -> None:

@@ -82,7 +82,7 @@ class Reply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speaker:
+class ChatModel:
     """A model that replies, and its turns."""
 
     name: str
@@ -142,7 +142,7 @@ class Speaker:
         return found[0] - found[1]
 
 
-def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Speaker:
+def load_chat_model(name: str, final: checkpoint.Final, device: torch.device) -> ChatModel:
     """Load the model of a `final/` folder, with its SFT model as the reference on the same base.
 
     Whole weights of a later stage have no reference beside them, nor has an adapter on the base
@@ -176,14 +176,14 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
         build_roles.check_fingerprint(roles, POLICY, final, "self")
     chat = ChatFormat(loading.load_tokenizer(config, final.path), template_kwargs)
     role = REFERENCE if sft is None else POLICY
-    return Speaker(name=name, roles=roles.to(device), role=role, chat=chat)
+    return ChatModel(name=name, roles=roles.to(device), role=role, chat=chat)
 
 
 @dataclass(kw_only=True)
 class Conversation:
     """The same questions to each model, which sees its own replies alone."""
 
-    speakers: Sequence[Speaker]
+    models: Sequence[ChatModel]
     score: Callable[[list[Any], list[str], Mapping[str, Any]], Sequence[float]] | None
     """Function of the reward that scores replies; None without one."""
     temperature: float
@@ -204,7 +204,7 @@ class Conversation:
             ConfigError: a model has no positions for a dialogue of this length.
         """
         replies = []
-        for one in self.speakers:
+        for one in self.models:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
             asked = [*self.messages(one), Message("user", text)]
             prompt, most = chat.prompt_tokens(tuple(asked)), self.max_tokens
@@ -222,21 +222,21 @@ class Conversation:
             score = None if self.score is None else float(self.score(rows, [reply], {})[0])
             kl = one.kl(prompt, tokens, self.temperature)
             replies.append(Reply(question=text, text=reply, tokens=len(tokens), score=score, kl=kl))
-        for one, found in zip(self.speakers, replies, strict=True):
+        for one, found in zip(self.models, replies, strict=True):
             one.turns.append(found)
 
-    def messages(self, speaker: Speaker) -> list[Message]:
+    def messages(self, model: ChatModel) -> list[Message]:
         """Return the dialogue of a model."""
         turns = [] if self.system is None else [Message("system", self.system)]
-        for turn in speaker.turns:
+        for turn in model.turns:
             turns += [Message("user", turn.question), Message("assistant", turn.text)]
         return turns
 
     def restart(self, system: str | None) -> None:
         """Forget all turns; the next one follows the system message, where there is one."""
         self.system = system
-        for speaker in self.speakers:
-            speaker.turns.clear()
+        for model in self.models:
+            model.turns.clear()
         print_line(f"all turns are forgotten; system message: {system}")
 
     def save(self, file: Path, kind: Kind) -> None:
@@ -245,7 +245,7 @@ class Conversation:
         Raises StorageError where the file cannot be written.
         """
         rows = ""
-        for one in self.speakers:
+        for one in self.models:
             row: dict[str, Any] = {"model": one.name}
             row["messages"] = [message.as_dict() for message in self.messages(one)]
             row |= {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
@@ -268,7 +268,7 @@ def chat(arguments: Sequence[str]) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # of bytes that are not UTF-8
     file = Path(SAVED) / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl"
-    talk(conversation, iter(partial(input, "> "), None), file)
+    answer_lines(conversation, iter(partial(input, "> "), None), file)
 
 
 def opened(arguments: Sequence[str]) -> Conversation:
@@ -294,7 +294,7 @@ def opened(arguments: Sequence[str]) -> Conversation:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):
         return Conversation(
-            speakers=list(map(load_speaker, policies.short_names(paths), finals, repeat(device))),
+            models=list(map(load_chat_model, policies.short_names(paths), finals, repeat(device))),
             score=None if reward is None else build_rewards.text_scorer(reward, []),
             temperature=temperatures[-1] if given.temperature is None else given.temperature,
             max_tokens=given.max_tokens or max(lengths),
@@ -309,17 +309,17 @@ def clean(text: str) -> str:
     return text.replace("\0", UNFINISHED)
 
 
-def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
-    """Answer each line, or obey it where it begins with a slash; save what was said at the end.
+def answer_lines(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
+    """Answer each line, or run it where it begins with a slash; save the dialogues at the end.
 
     file: where the dialogues are saved that have not been since their last turn.
     """
-    speakers, is_saved = conversation.speakers, True
-    names = ", ".join(speaker.name for speaker in speakers)
+    models, is_saved = conversation.models, True
+    names = ", ".join(model.name for model in models)
     print_line(f"{names} at temperature {conversation.temperature:g}; /help lists the commands")
 
     def show(piece: str) -> None:
-        if len(speakers) == 1:
+        if len(models) == 1:
             get_console().print(Text(visible(piece)), end="", soft_wrap=True)
 
     try:
@@ -353,7 +353,7 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
                     case _:
                         conversation.ask(text, show)
                         is_saved = False
-                        get_console().print(last_turn(speakers))
+                        get_console().print(last_turn(models))
             except KeyboardInterrupt:
                 print_line("stopped; the turn is not kept")
             except errors.RLHFError as error:
@@ -365,9 +365,9 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
             conversation.save(file, "file")
 
 
-def last_turn(speakers: Sequence[Speaker]) -> Text | Table:
+def last_turn(models: Sequence[ChatModel]) -> Text | Table:
     """Return the numbers of the only reply, or all replies beside each other with their numbers."""
-    replies, numbers = [speaker.turns[-1] for speaker in speakers], []
+    replies, numbers = [model.turns[-1] for model in models], []
     for reply in replies:
         score = "" if reply.score is None else f"score {reply.score:+z.2f} · "
         kl = "" if reply.kl is None else f"KL {reply.kl:+z.2f} nats · "
@@ -375,8 +375,8 @@ def last_turn(speakers: Sequence[Speaker]) -> Text | Table:
     if len(replies) == 1:
         return Text("\n").append(numbers[0])
     table = Table(expand=True)
-    for speaker in speakers:
-        table.add_column(Text(speaker.name), ratio=1, overflow="fold")
+    for model in models:
+        table.add_column(Text(model.name), ratio=1, overflow="fold")
     table.add_row(*(Text(visible(reply.text)) for reply in replies), end_section=True)
     table.add_row(*numbers)
     return table
