@@ -184,18 +184,18 @@ class Adds(Callback):
 
 
 @pytest.mark.parametrize(
-    ("own", "told", "iterations"),
+    ("own", "message", "iterations"),
     [
         (Remembers(), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 0),
         (Adds(), r"checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;", 1),
     ],
 )
 def test_what_no_run_can_resume_from_is_one_error_that_names_its_place(
-    run: Run, own: Callback, told: str, iterations: int
+    run: Run, own: Callback, message: str, iterations: int
 ) -> None:
     """A state is refused before the first step if it is there, else at the first checkpoint."""
     module = FakePPO()
-    with pytest.raises(errors.CheckpointError, match=f"^{told}"):
+    with pytest.raises(errors.CheckpointError, match=f"^{message}"):
         run.train(own, module=module, checkpoint_every=1)
     assert module.iteration == iterations
     assert run.steps == []

@@ -102,8 +102,8 @@ def test_a_row_that_finds_no_room_names_the_file(tmp_path: Path, largest_file: L
     path, file = tmp_path / "metrics.csv", MetricsFile(tmp_path)
     file.log_metrics({"entropy": 1.0}, step=1)
     assert path.stat().st_size == 14 + 7  # "step,entropy" and "1,1.0" with their ends of lines
-    told = rf"^{path} was not written: File too large; .* may have 0\.0 kB \(ulimit -f\)\. Raise"
-    with pytest.raises(StorageError, match=told), largest_file(23):
+    message = rf"^{path} was not written: File too large; .* may have 0\.0 kB \(ulimit -f\)\. Raise"
+    with pytest.raises(StorageError, match=message), largest_file(23):
         file.log_metrics({"entropy": 2.0}, step=2)
 
 
@@ -121,9 +121,9 @@ def test_a_row_that_finds_no_room_names_the_file(tmp_path: Path, largest_file: L
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, content: str, number: int) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text(content)
-    told = re.escape(content.splitlines()[number - 1][:60])
+    start = re.escape(content.splitlines()[number - 1][:60])
     with pytest.raises(
-        CheckpointError, match=rf"^{path}, line {number}, is damaged: found '{told}'"
+        CheckpointError, match=rf"^{path}, line {number}, is damaged: found '{start}'"
     ):
         MetricsFile(tmp_path)
 

@@ -137,7 +137,7 @@ class Workplace:
 def process_state(argv: list[str]) -> Iterator[None]:
     """The command line `argv`; afterwards all that a process holds once is as before.
 
-    Hydra refuses to start inside itself, sets the root logger up and is told of its job globally.
+    Hydra refuses to start inside itself, sets the root logger up and knows its job globally.
     """
     hydra, job = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     root = logging.getLogger()
@@ -205,7 +205,7 @@ def fork_python(words: Any, *given: Any) -> int:
     imports.
     """
     assert len(given) == 22  # as in CPython 3.11 to 3.13
-    cwd, environment, stdin, _, _, stdout, _, stderr, _, told = given[3:13]
+    cwd, environment, stdin, _, _, stdout, _, stderr, _, error_pipe = given[3:13]
     new_session, group, before = given[14], given[15], given[20]
     if os.fsdecode(words[0]) != sys.executable:
         return fork_exec(words, *given)
@@ -233,7 +233,7 @@ def fork_python(words: Any, *given: Any) -> int:
         if environment is not None:
             os.environb.clear()
             os.environb.update(entry.split(b"=", 1) for entry in environment)
-        os.close(told)  # its end says that the program has begun
+        os.close(error_pipe)  # its end says that the program has begun
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         _, *argv = [os.fsdecode(word) for word in words if os.fsdecode(word) != "-u"]

@@ -27,8 +27,8 @@ def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> 
     folder = metrics(tmp_path / "ppo", 11)
     assert write_diminishing(folder, "run") == 11
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"]
-    for path, told in (("pppo", f"the nearest is {folder}; "), ("ppo", "has 11 iterations of")):
-        assert told in workplace.call("diminishing", str(tmp_path / path)).error
+    for path, message in (("pppo", f"the nearest is {folder}; "), ("ppo", "has 11 iterations of")):
+        assert message in workplace.call("diminishing", str(tmp_path / path)).error
 
 
 def evaluation(folder: Path, step: int, *golds: float | None, first: int = 0) -> Path:

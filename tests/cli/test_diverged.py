@@ -79,6 +79,6 @@ def test_a_run_of_which_every_update_was_refused(
     failed = command(finished, stage, ONE_STEP[stage])
     for resume in resumed:
         error = finished.mini(*failed, f"resume={resume}").error
-        told = f"none of its updates was made ({count} with a loss or gradient that is not finite)"
-        assert error.startswith(f"{stage} has learned nothing, and writes no final/: {told}. No up")
+        none = f"none of its updates was made ({count} with a loss or gradient that is not finite)"
+        assert error.startswith(f"{stage} has learned nothing, and writes no final/: {none}. No up")
         assert not has_final(finished, stage)

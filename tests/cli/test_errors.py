@@ -19,14 +19,14 @@ def test_checkpoints_that_do_not_fit(finished: Workplace) -> None:
     sft = f"policy.checkpoint={finished.stage('sft', 'other') / 'final'}"
     reward, key = finished.stage("rm") / "final", "model.lora.target_modules"
     before = tree(finished.outputs)
-    for words, told in (
+    for words, message in (
         (["stage=ppo", sft, f"reward.checkpoint={reward}"], f"{reward} does not fit"),
         (["stage=rm", given(finished)[0], f"{key}=[c_attn]"], "c_attn"),
         (["stage=ppo", "reward=random", given(finished)[0], f"{key}=[q_proj,lm_head]"],
          "output layer"),
     ):  # fmt: skip
         error = finished.mini("run=next", *words).error
-        assert told in error, error
+        assert message in error, error
         assert tree(finished.outputs) == before, "the refused run left files"
 
 

@@ -111,9 +111,9 @@ def test_a_run_ends_without_gain_and_so_does_a_resumed_one(place: Workplace) -> 
 
 def test_a_finished_run_is_not_made_longer(place: Workplace) -> None:
     before = tree(folder(place, "reference"))
-    for resume, told in (("auto", "ppo.iterations was 6, is 9"), ("true", "that finished")):
+    for resume, message in (("auto", "ppo.iterations was 6, is 9"), ("true", "that finished")):
         error = ppo(place, "reference", "ppo.iterations=9", f"resume={resume}").error
-        assert told in error
+        assert message in error
         assert "overwrite=true" in error
     assert tree(folder(place, "reference")) == before
 

@@ -99,10 +99,10 @@ def test_a_link_that_leads_to_no_folder(
     else:
         place.symlink_to(target)
     error = workplace.mini("stage=sft", *["overwrite=true"] * (depth % 2)).error
-    told = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
+    link = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
     name = place.relative_to(workplace.folder)
     assert error.startswith("outputs=outputs: ")
-    assert error.endswith(f"{name}{told} is no folder that can be written into")
+    assert error.endswith(f"{name}{link} is no folder that can be written into")
     assert os.path.lexists(place)
 
 

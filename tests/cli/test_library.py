@@ -155,8 +155,8 @@ def test_what_cannot_be_built_is_told_before_a_model_loads(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", pytest.fail)
-    told = "resume is True; allowed: false"
-    with contextlib.chdir(workplace.folder), pytest.raises(ConfigError, match=told):
+    message = "resume is True; allowed: false"
+    with contextlib.chdir(workplace.folder), pytest.raises(ConfigError, match=message):
         lightning_rlhf.build(lightning_rlhf.configuration("sft", "resume=true", *MINI))
     assert not workplace.outputs.exists()
 

@@ -229,7 +229,7 @@ def test_an_error_that_all_processes_meet_is_printed_once(
 
 
 @pytest.mark.parametrize(
-    ("failures", "told"),
+    ("failures", "message"),
     [
         ({0: 3, 1: -signal.SIGTERM}, "3"),  # process 0 has printed why
         ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, "process 1 of the run was ended by SIGKILL"),
@@ -237,7 +237,7 @@ def test_an_error_that_all_processes_meet_is_printed_once(
     ],
 )
 def test_the_process_that_a_signal_has_ended(
-    monkeypatch: pytest.MonkeyPatch, failures: dict[int, int], told: str
+    monkeypatch: pytest.MonkeyPatch, failures: dict[int, int], message: str
 ) -> None:
     ended = {rank: ProcessFailure(rank, 7, status, "none") for rank, status in failures.items()}
     monkeypatch.setattr(launching, "launch", lambda *_: ended)
@@ -247,7 +247,7 @@ def test_the_process_that_a_signal_has_ended(
         trainer=trainer, resume=False, overwrite=False, job=None, run="r", stage="rank",
         definition=SimpleNamespace(trains=False), outputs=Path(), model=SimpleNamespace(name="m"),
     )  # fmt: skip
-    with pytest.raises((RLHFError, SystemExit), match=told):
+    with pytest.raises((RLHFError, SystemExit), match=message):
         run_processes(settings, [])
 
 

@@ -19,7 +19,7 @@ READS = ("lr", "iterations", "gamma")
 
 def main(config, seed, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "told.txt").write_text(f"{config.lr} {config.iterations} {seed}")
+    (folder / "values.txt").write_text(f"{config.lr} {config.iterations} {seed}")
     measured = {"low": 0.0, "high": 1.0}
     return [
         SimpleNamespace(text=f"a {word} number", measured=measured[word], at_least=LEAST,
@@ -61,8 +61,8 @@ def test_the_program_is_told_the_numbers_and_its_claims_are_shown(
 ) -> None:
     serve(recipes, 0.0)
     out = workplace.call("recipe=small", "ppo.iterations=7", "run=mine").succeeded.out
-    told = workplace.outputs / "mine" / "small" / "told.txt"
-    assert told.read_text() == "0.5 7 3"
+    values = workplace.outputs / "mine" / "small" / "values.txt"
+    assert values.read_text() == "0.5 7 3"
     assert out.count(" kept\n") == 2
     assert "a high number" in out
     assert "Read a book." in out

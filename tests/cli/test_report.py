@@ -132,7 +132,7 @@ def test_runs_of_other_rewards_or_held_out_data_are_told(tmp_path: Path) -> None
         "data.prompts.val": "held-out data",
         "reward.checkpoint": "",
     }
-    for key, told in kinds.items():
+    for key, expected in kinds.items():
         curves, trees = {"eval/reward_mean": ([1], [0.5])}, (tree, tree | {key: "b"})
         found = unequal([RunFiles(tmp_path, one, None, curves, None) for one in trees])
-        assert "".join(found) == told
+        assert "".join(found) == expected

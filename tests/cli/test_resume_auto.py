@@ -72,14 +72,14 @@ def test_what_is_refused_is_left_as_it_is(
     """Another configuration, and damage without a way on."""
     unbuilt(monkeypatch)
     folder = finished.stage("sft")
-    words, told = ["sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
+    words, message = ["sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
     if left == "none readable":
         shutil.rmtree(folder / "final")
         for path in (folder / "checkpoints").iterdir():
             path.write_bytes(b"")
-        words, told = [], "000006.ckpt cannot be read"
+        words, message = [], "000006.ckpt cannot be read"
     before = tree(finished.outputs)
-    assert told in finished.mini("stage=sft", *words, "resume=auto").error
+    assert message in finished.mini("stage=sft", *words, "resume=auto").error
     assert tree(finished.outputs) == before
 
 

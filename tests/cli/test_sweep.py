@@ -226,8 +226,8 @@ def test_a_launcher_that_gives_up_leaves_what_the_folders_tell(
         failed.write_text("no memory\n")
         with pytest.raises(MemoryError, match="a worker was killed"):
             sweep.run(lambda: sweep.launch(jobs))
-    told = [(result.status, result.failure) for result in sweep.results]
-    assert told == [("done", None), ("failed", "no memory"), ("failed", "it has no result")]
+    outcomes = [(result.status, result.failure) for result in sweep.results]
+    assert outcomes == [("done", None), ("failed", "no memory"), ("failed", "it has no result")]
     assert "failed: stage=ppo run=two: no memory" in capsys.readouterr().out
 
 

@@ -74,9 +74,9 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
     server = context.Process(target=serve, args=words, daemon=True)
     server.start()
     os.close(out)
-    with os.fdopen(lines) as told:
+    with os.fdopen(lines) as output:
         try:
-            line = next(line for line in told if "reward.url=" in line)
+            line = next(line for line in output if "reward.url=" in line)
             url = line.partition('reward.url="')[2].partition('"')[0]
             assert url.startswith("http://127.0.0.1:"), line
             ppo(judged, "served", "reward=http", f"reward.url={url}")
@@ -84,7 +84,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
             server.terminate()
             server.join(60)
         assert server.exitcode == 0
-        assert told.read() == "stopped\n"
+        assert output.read() == "stopped\n"
     said = samples(judged, "served")
     expected = own_scores(judge(judged), said)
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)

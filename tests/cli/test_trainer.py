@@ -181,8 +181,8 @@ def test_what_a_callback_is_given_from_the_environment_is_not_shown(
     monkeypatch.setenv("OWN_KEY", "sk-4711-secret")
     given = ["callbacks.mine._target_=own_callbacks.Refusing",
              "callbacks.mine.key='Bearer ${oc.env:OWN_KEY}'"]  # fmt: skip
-    told = own.mini("stage=sft", *given).error
-    assert told == "callbacks.mine: Bearer *** is no key (ValueError)"
+    error = own.mini("stage=sft", *given).error
+    assert error == "callbacks.mine: Bearer *** is no key (ValueError)"
     outcome = own.mini("stage=sft", *given, "debug=true")
     assert "Traceback" in outcome.err
     assert "4711" not in outcome.out + outcome.err
@@ -191,9 +191,9 @@ def test_what_a_callback_is_given_from_the_environment_is_not_shown(
 def test_a_monitor_that_is_not_measured_is_named_with_all_that_are(workplace: Workplace) -> None:
     """Before EarlyStopping reads it, which would fail with a traceback."""
     stop = "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
-    told = workplace.mini("stage=sft", stop, "callbacks.stop.monitor=eval/los").error
-    assert told.startswith("the monitor of EarlyStopping is 'eval/los'; allowed: ")
-    assert told.endswith("eval/loss, eval/perplexity")
+    error = workplace.mini("stage=sft", stop, "callbacks.stop.monitor=eval/los").error
+    assert error.startswith("the monitor of EarlyStopping is 'eval/los'; allowed: ")
+    assert error.endswith("eval/loss, eval/perplexity")
 
 
 def test_a_profiler_a_bar_a_stopping_rule_and_a_logger_of_ones_own(

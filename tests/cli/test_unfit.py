@@ -81,12 +81,12 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(backwards:
     words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
     backwards.mini("stage=eval_reward", "eval_reward.samples=8", *words).succeeded  # noqa: B018
     sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
-    for comment, is_told in (("", True), ("  # another", False)):
+    for comment, is_used in (("", True), ("  # another", False)):
         path.write_text(code + comment)
         more = [sft, "data.judge=null", "eval_policy.samples_per_prompt=1"]
         backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
         file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"
-        assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
+        assert ("function" in json.loads(file.read_text())["verdicts"]) == is_used
 
 
 @pytest.fixture

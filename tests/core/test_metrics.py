@@ -41,12 +41,12 @@ time/y | sft | s: seconds
 
 
 @pytest.mark.parametrize(
-    ("measured", "told"), [(["eval/b", "eval/a", "kl"], "eval/a, eval/b$"), ([], "no metric was")]
+    ("measured", "named"), [(["eval/b", "eval/a", "kl"], "eval/a, eval/b$"), ([], "no metric was")]
 )
 def test_a_goal_that_was_not_measured_is_named_with_what_was(
-    measured: list[str], told: str
+    measured: list[str], named: str
 ) -> None:
     goal: Goal = [("eval/loss", "min"), ("eval/x", "max")]
     require_metrics("sft.best.metric", goal, {"eval/loss": 1.0, "eval/x": 2.0})
-    with pytest.raises(ConfigError, match=f"sft.best.metric.*eval/loss.*{told}"):
+    with pytest.raises(ConfigError, match=f"sft.best.metric.*eval/loss.*{named}"):
         require_metrics("sft.best.metric", goal, dict.fromkeys(measured, 1.0))

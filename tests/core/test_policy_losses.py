@@ -81,11 +81,11 @@ def test_other_codebases_leave_out_the_same_responses(case: dict[str, Any]) -> N
                "importance_mask": case["bounds"]}  # fmt: skip
     names = "logprobs", "old_logprobs", "advantages_tok", "mask"
     batch = batch_of(*(given[name] for name in names), changes)
-    told: Any = SimpleNamespace(
+    sampled: Any = SimpleNamespace(
         old_logprobs=batch.old_logprobs, sampler_logprobs=double(case["rollout_logprobs"]),
         response_mask=batch.mask,
     )  # fmt: skip
-    factors = importance_factors(told, batch.config, "ppo")
+    factors = importance_factors(sampled, batch.config, "ppo")
     assert factors is not None
     found = reduced(POLICY_LOSSES["ppo"](batch).losses * factors, batch.mask, "token_mean")
     found.backward()

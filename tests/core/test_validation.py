@@ -58,8 +58,8 @@ GIVEN: dict[str, Any] = {
 def test_keys_of_ppo_alone_become_those_of_a_stage_derived_from_it() -> None:
     with pytest.raises(ConfigError) as error, naming_own_keys("mine", ("lr", "kl_coef")):
         raise ConfigError("ppo.lr, ppo.kl_coef=0.1; ppo.jsonl, ppo.lrs, outputs/ppo.lr, my_ppo.lr")
-    told = "mine.lr, mine.kl_coef=0.1; ppo.jsonl, ppo.lrs, outputs/ppo.lr, my_ppo.lr"
-    assert str(error.value) == told
+    message = "mine.lr, mine.kl_coef=0.1; ppo.jsonl, ppo.lrs, outputs/ppo.lr, my_ppo.lr"
+    assert str(error.value) == message
 
 
 def refusal(node: Any, key: str = "out") -> str:

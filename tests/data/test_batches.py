@@ -133,7 +133,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DIGEST = "digest of the"
 
 
-@pytest.mark.parametrize(("changes", "told"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"seed": 4, "pool_batches": 1}, "seed was 3, is 4; pool_batches was 2, is 1"),
     ({"train": EXAMPLES[:9]}, "training examples was 10, is 9"),
     # As many in another order, of the same lengths, of another row of the data.
@@ -143,12 +143,12 @@ DIGEST = "digest of the"
     ({"columns": [COLUMNS[0], {"prompt": "b", "reply": 5}]}, "columns that a reward reads was "),
 ])  # fmt: skip
 def test_other_data_or_another_order_is_refused(
-    changes: dict[str, Any], told: str, interrupted: Path
+    changes: dict[str, Any], message: str, interrupted: Path
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         fit(Recorder(3), stage_data(**changes), resume=interrupted)
     assert str(caught.value).startswith("cannot resume: ")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_columns_have_one_digest_whatever_is_in_them() -> None:

@@ -111,7 +111,7 @@ def test_auto_decides_anew_where_the_weights_are_moved() -> None:
 def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, forward = "the fast layers give other hidden states", modeling_qwen3.Qwen3RMSNorm.forward
+    fault, forward = "the fast layers give other hidden states", modeling_qwen3.Qwen3RMSNorm.forward
 
     def twice(self: Any, hidden_states: Tensor) -> Tensor:
         return 1.5 * forward(self, hidden_states)
@@ -120,11 +120,11 @@ def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
     model = build_model("qwen3")
     with torch.no_grad():
         expected = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state[WANTED]
-    with pytest.warns(UserWarning, match=f"slower: qwen3 of transformers .*{told}"):
+    with pytest.warns(UserWarning, match=f"slower: qwen3 of transformers .*{fault}"):
         roles = Roles(model)
     assert roles.kernels.kind == "plain"
     assert not is_fast(roles)
     with torch.no_grad():
         assert torch.equal(roles.hidden_at(TOKENS, WANTED), expected)
-    with pytest.raises(ConfigError, match=f"model.kernels is 'fast', but .*{told}"):
+    with pytest.raises(ConfigError, match=f"model.kernels is 'fast', but .*{fault}"):
         Roles(build_model("qwen3"), "fast")

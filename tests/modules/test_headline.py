@@ -107,8 +107,8 @@ def test_a_validation_logs_what_our_callback_does(stage: str) -> None:
     (callbacks.BatchSizeFinder(), "microbatch_size"), (callbacks.LearningRateFinder(), "finetune"),
 ])  # fmt: skip
 def test_callbacks_that_do_not_fit_are_refused(make_ppo: Make, own: Any, instead: str) -> None:
-    told = rf"^a callback of the Trainer is a {type(own).__name__}, which .*{instead}"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"^a callback of the Trainer is a {type(own).__name__}, which .*{instead}"
+    with pytest.raises(ConfigError, match=message):
         train(make_ppo(), own)
 
 

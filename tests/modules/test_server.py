@@ -36,12 +36,12 @@ PROBE = torch.tensor([0.0, log(3.0)])  # 1/4 and 3/4 at temperature 1, 1/10 and 
 
 
 def probed(probability: float, token: int = 1) -> tuple[int, Any]:
-    told = {"token_ids": [token], "logprobs": {"token_logprobs": [log(probability)]}}
-    return 200, {"choices": [told | {"finish_reason": "length"}]}
+    choice = {"token_ids": [token], "logprobs": {"token_logprobs": [log(probability)]}}
+    return 200, {"choices": [choice | {"finish_reason": "length"}]}
 
 
 @pytest.mark.parametrize(
-    ("loaded", "probe", "told"),
+    ("loaded", "probe", "message"),
     [
         ((404, {"detail": "Not Found"}), None, "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDAT"),
         ((500, "LoRA rank 64 is greater than max_lora_rank 16."), None, "a larger --max-lora-rank"),
@@ -53,25 +53,25 @@ def probed(probability: float, token: int = 1) -> tuple[int, Any]:
         ((200, ""), probed(0.9), ""),
     ],
 )
-def test_what_a_server_lacks(loaded: Any, probe: Any, told: str) -> None:
+def test_what_a_server_lacks(loaded: Any, probe: Any, message: str) -> None:
     check = partial(answers.check_answers, loaded, probe, PROBE, temperature=0.5, gap=0.05)
-    if not told:
+    if not message:
         check()
         return
     with pytest.raises(RLHFError, match="allowed: ") as found:
         check()
-    assert told in str(found.value)
+    assert message in str(found.value)
 
 
 def test_which_model_a_server_has() -> None:
     base = {"id": "b", "parent": None, "max_model_len": 9}
     models = {"data": [{"id": "a", "parent": "b"}, base]}
     assert answers.base_of((200, models), 9) == "b"
-    for found, told in (
+    for found, message in (
         (models, "max_model_len of the server is 9"),
         ("<html>", "is '<html>'; al"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             answers.base_of((200, found), 10)
 
 
@@ -112,17 +112,17 @@ def make(make_ppo: Make, stand_in: StandIn, tmp_path: Path) -> Iterator[Make]:
 
 def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
     """Each is a name of its own; the one before is unloaded, and its folder kept once more."""
-    module, told = make(), []
+    module, rollouts = make(), []
     name = module.collector.sampler.name
     for module.weights_version in range(3):
-        told.append(module.roll_out(prompts(5), module.generator(0, 0)))
+        rollouts.append(module.roll_out(prompts(5), module.generator(0, 0)))
         shake(module.roles, f"lora_B.{POLICY}.", seed=module.weights_version, size=0.3)
         kept = [f"{name}-v{n}" for n in range(module.weights_version + 1)][-2:]
         assert [*stand_in.loaded] == ["base", kept[-1]]
         assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == kept
-        assert (told[-1].logprobs - told[-1].sampler_logprobs).abs().max() < 1e-5
-    assert told[0].responses.tolist() != told[-1].responses.tolist()
-    assert {*told[0].ended.tolist()} == {True, False}
+        assert (rollouts[-1].logprobs - rollouts[-1].sampler_logprobs).abs().max() < 1e-5
+    assert rollouts[0].responses.tolist() != rollouts[-1].responses.tolist()
+    assert {*rollouts[0].ended.tolist()} == {True, False}
     assert stand_in.stop == ["~"]
 
 
@@ -139,9 +139,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "told"), matrix(FAULTS, *FAULTS[:5]))
+@pytest.mark.parametrize(("fault", "message"), matrix(FAULTS, *FAULTS[:5]))
 def test_faults(
-    make: Make, stand_in: StandIn, fault: str, told: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, stand_in: StandIn, fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run survives those without a message."""
     monkeypatch.setattr(server, "FEWEST", 4)
@@ -150,18 +150,18 @@ def test_faults(
     first = sample(module.generator(0, 0))
     if fault in ("slow", "dead"):
         sampler.config = replace(sampler.config, timeout_s=1.0)
-    if told:
+    if message:
         shake(module.roles, f"lora_B.{POLICY}.", seed=1, size=0.3)
         module.weights_version = 1
     stand_in.fault = fault
     if fault == "dead":
         stand_in.shutdown()
         stand_in.server_close()
-    if not told:
+    if not message:
         assert torch.equal(sample(module.generator(0, 0)).tokens, first.tokens)
         assert stand_in.fault == ""
         return
-    with pytest.raises(SamplerError, match=told):
+    with pytest.raises(SamplerError, match=message):
         sample(module.generator(0, 0))
 
 
@@ -224,8 +224,8 @@ def test_the_loss_has_the_importance_weights(make_ppo: Make) -> None:
     mask, known = experience.response_mask, experience.old_logprobs
     outputs = {"logprobs": known[mask], "entropy": known[mask], "vocabulary_kl": None}
     given = {"policy": PolicyOutputs(**outputs), "values": None}
-    told = replace(experience, sampler_logprobs=known - log(2))
-    terms = partial(module.loss_terms, told, mask.float(), mask.sum(), 0.0, **given)
+    sampled = replace(experience, sampler_logprobs=known - log(2))
+    terms = partial(module.loss_terms, sampled, mask.float(), mask.sum(), 0.0, **given)
     found = []
     for cap in (None, 1.5, 9.0):
         module.config = replace(module.config, rollout="vllm", importance_cap=cap)

@@ -143,13 +143,13 @@ def run_of(n: int, reward: Function, gold: Function | None = None, every: int = 
 def test_a_run_without_a_judge() -> None:
     """The knee of scale 0.1 lies at 0.415 of the range."""
     found = measure_returns(run_of(100, exponential(0.1)))
-    told = conclude(found)
-    low, high = told["stop"]["interval"]
+    conclusion = conclude(found)
+    low, high = conclusion["stop"]["interval"]
     assert low <= 41.5 <= (high or 100)
-    assert told["sentence"].startswith(
+    assert conclusion["sentence"].startswith(
         f"after iteration {found.reward.knee} a further 10% of compute bought less than 1%"
     )
-    assert (found.gold, told["divergence"]) == (None, None)
+    assert (found.gold, conclusion["divergence"]) == (None, None)
     assert found.by_kl is not None
     assert found.by_kl.fit is not None
     low_kl, high_kl = found.by_kl.fit.interval
@@ -158,9 +158,9 @@ def test_a_run_without_a_judge() -> None:
 
 def test_gold_with_a_gain_decides() -> None:
     found = measure_returns(run_of(150, lambda u: u, exponential(0.05)))
-    told = conclude(found)
-    assert told["stop"] == {"metric": GOLD, **asdict(found.gold.knee)}
-    assert told["sentence"].endswith("of the gain in gold score")
+    conclusion = conclude(found)
+    assert conclusion["stop"] == {"metric": GOLD, **asdict(found.gold.knee)}
+    assert conclusion["sentence"].endswith("of the gain in gold score")
     few = measure_returns(run_of(100, exponential(0.1), exponential(0.1), every=20))
     assert few.gold.fit is None
     assert conclude(few)["stop"] == {"metric": REWARD, **asdict(few.reward.knee)}

@@ -56,13 +56,13 @@ def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
 
 
 def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
-    told = report(simulated(500, per_token=0.08), SAMPLES)
-    assert [f.outcome for f in told.findings[2:4]] == ["flag", "flag"]
-    assert all(f.value is not None and f.value > f.check.threshold for f in told.findings[2:4])
-    assert "prefers the longer" in told.findings[2].words
-    assert "length gap, length within pairs" in told.verdict.words
-    assert told.verdict.words.startswith("Fit with reservations")
-    assert "length may be what is rewarded" in told.advice
+    result = report(simulated(500, per_token=0.08), SAMPLES)
+    assert [f.outcome for f in result.findings[2:4]] == ["flag", "flag"]
+    assert all(f.value is not None and f.value > f.check.threshold for f in result.findings[2:4])
+    assert "prefers the longer" in result.findings[2].words
+    assert "length gap, length within pairs" in result.verdict.words
+    assert result.verdict.words.startswith("Fit with reservations")
+    assert "length may be what is rewarded" in result.advice
 
 
 # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter.
@@ -93,7 +93,7 @@ def test_a_check_is_flagged_beyond_its_threshold_alone(
 
 
 @pytest.mark.parametrize(
-    ("right", "count", "outcome", "told", "advice"),
+    ("right", "count", "outcome", "start", "advice"),
     [  # Of 100: standard error 0.049, so that the interval of 0.58 begins at 0.48, of 0.63 at 0.535
         (58, 100, "flag", "Not fit", "Do not run it"),
         (63, 100, "clear", "Fit with reservations", "It may run, with an eye on the flags"),
@@ -102,11 +102,11 @@ def test_a_check_is_flagged_beyond_its_threshold_alone(
     ],
 )
 def test_accuracy_whose_interval_holds_a_half_is_unfit(
-    right: int, count: int, outcome: str, told: str, advice: str
+    right: int, count: int, outcome: str, start: str, advice: str
 ) -> None:
     found = report(scored(*[RIGHT] * right, *[WRONG] * (count - right)))
     assert found.findings[0].outcome == outcome
-    assert found.verdict.words.startswith(told)
+    assert found.verdict.words.startswith(start)
     assert advice in found.advice
 
 
@@ -187,12 +187,12 @@ def test_broken_pairs_are_flagged_beside_the_reward() -> None:
     whole = report(good, problems=find_problems(pairs_of(*clean), None)).words[1]
     assert whole.endswith("No check found a fault in them. 0 of 3 checks flagged, 1 not tested.")
     broken = pairs_of(*clean, *clean[:2], ("q5", "not", "yes"), ("l", "longer", "x"))
-    told = report(good, problems=find_problems(broken, pairs_of(clean[0])))
+    result = report(good, problems=find_problems(broken, pairs_of(clean[0])))
     # The training pair comes first.
-    assert [one.value for one in told.in_pairs] == [3 / 45, 1 / 45, 1 / 41, None]
-    assert [one.outcome for one in told.in_pairs] == ["flag", "flag", "clear", "not tested"]
-    assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told.words[1]
-    assert "pairs are flagged (duplicate pairs" in told.advice
+    assert [one.value for one in result.in_pairs] == [3 / 45, 1 / 45, 1 / 41, None]
+    assert [one.outcome for one in result.in_pairs] == ["flag", "flag", "clear", "not tested"]
+    assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in result.words[1]
+    assert "pairs are flagged (duplicate pairs" in result.advice
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_length_that_tells_the_chosen_response_is_flagged_by_the_share(
 ) -> None:
     """10 of 50: Wilson's interval is 0.11 to 0.33. 27 of 50: 0.40 to 0.67."""
     rows = [(f"q{i}", "yes!", "no") if i < longer else (f"q{i}", "no", "yes!") for i in range(of)]
-    told = report([pair()], problems=find_problems(pairs_of(*rows), None))
-    found = told.in_pairs[-1]
+    result = report([pair()], problems=find_problems(pairs_of(*rows), None))
+    found = result.in_pairs[-1]
     assert found.outcome == outcome
     assert found.value == (None if of < 30 else max(longer, of - longer) / of)
-    assert ("Too few to be judged" in told.words[1]) is (of < 30)
+    assert ("Too few to be judged" in result.words[1]) is (of < 30)
 
 
 HARD = [

@@ -56,7 +56,7 @@ WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({}, None),
         ({"kl_divergence": 14.0, "entropy": 0.01}, None),
@@ -67,7 +67,7 @@ WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}
     ],
 )
 def test_a_policy_collapses_far_from_the_reference_or_sure_of_every_token(
-    change: dict[str, float], told: str | None
+    change: dict[str, float], message: str | None
 ) -> None:
     found = tables.collapsed(WELL | change, "own")
-    assert found is None if told is None else told in str(found)
+    assert found is None if message is None else message in str(found)

@@ -41,12 +41,12 @@ def test_a_function_that_fails_is_named_with_its_first_texts() -> None:
 
     with pytest.raises(RewardError) as found:
         reward(mine)(make_replies(("a" * 1000, "four"), ("q", "s")))
-    told = str(found.value)
-    assert told.startswith(f"{NAME}: the function ")
+    message = str(found.value)
+    assert message.startswith(f"{NAME}: the function ")
     line = mine.__code__.co_firstlineno + 1
-    assert f'mine fails at test_function.py:{line}: ValueError("could not convert' in told
-    assert "the first of 2 prompts is 'aaa" in told
-    assert len(told) < 660
+    assert f'mine fails at test_function.py:{line}: ValueError("could not convert' in message
+    assert "the first of 2 prompts is 'aaa" in message
+    assert len(message) < 660
     # One that refuses its arguments is a fault of the configuration.
     with pytest.raises(ConfigError, match="the function length_band refuses: longest is 2"):
         reward(length_band, shortest=3, longest=2)(REPLIES)
@@ -61,9 +61,9 @@ def test_a_function_that_cannot_be_called_is_named_before_it_is() -> None:
     source = reward(takes_answer, scale=2)
     with pytest.raises(ConfigError) as found:
         source.for_columns(["prompt", "messages", "label"])
-    told = str(found.value)
-    assert told.startswith(f"{NAME}: the function takes_answer needs answer; allowed: a column")
-    assert f"have label, or a value in {NAME}.arguments (" in told
+    message = str(found.value)
+    assert message.startswith(f"{NAME}: the function takes_answer needs answer; allowed: a column")
+    assert f"have label, or a value in {NAME}.arguments (" in message
     with pytest.raises(ConfigError, match="takes_answer needs answer"):
         source(make_replies(("p", "r"), label=[1]))
     assert source.for_columns(["answer"])(REPLIES) == [2, 2]

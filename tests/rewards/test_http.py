@@ -94,12 +94,12 @@ def test_what_was_wanted_longest_ago_is_forgotten(script: Script) -> None:
 
 
 def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
-    server, told = script((408, {}, b""), *[(500, {}, b"")] * 3, scores(3)), list[str]()
-    reward = make_reward(server.url, retries=4, backoff_s=0.5, warn=told.append)
+    server, warnings = script((408, {}, b""), *[(500, {}, b"")] * 3, scores(3)), list[str]()
+    reward = make_reward(server.url, retries=4, backoff_s=0.5, warn=warnings.append)
     reward(make_replies(("p", "r")))
     assert naps == [0, 1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
     line = f"reward: the server {server.url} answered 500; try"
-    assert told[1:] == [f"{line} {k} of 5 in {s} s" for k, s in ((3, 1), (4, 2), (5, 4))]
+    assert warnings[1:] == [f"{line} {k} of 5 in {s} s" for k, s in ((3, 1), (4, 2), (5, 4))]
 
 
 def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) -> None:
@@ -155,9 +155,9 @@ def test_a_wrong_answer_is_an_error_at_once(script: Script, answer: Answer, mess
 
 def test_a_server_that_never_was_there_is_told_at_once() -> None:
     with nobody() as url:
-        told = failure(url, retries=8, backoff_s=100.0)
-    assert told.startswith(f"{url} is away: ")
-    assert told.endswith("; it has never answered: start it, or mend reward.components.far.url")
+        message = failure(url, retries=8, backoff_s=100.0)
+    assert message.startswith(f"{url} is away: ")
+    assert message.endswith("; it has never answered: start it, or mend reward.components.far.url")
 
 
 def test_a_server_that_goes_away_is_waited_for() -> None:
@@ -182,17 +182,17 @@ def test_no_secret_is_told_or_logged(
     server = script(answer)
     shown = server.url + "?***"
     with caplog.at_level(logging.DEBUG), nobody() as away:
-        told = [
+        messages = [
             failure(server.url + "?key=word", token_env="JUDGE_TOKEN"),
             failure(away + "?key=word", token_env="JUDGE_TOKEN"),
             failure(away.replace("//", "//me:word@")),
         ]
-    assert told[0] == f"{shown} answered 404: no such page: /score?***Bearer ***"
-    assert told[1].startswith(f"{away}?*** is away")
-    assert told[2].startswith(f"{away.replace('//', '//***@')} is away")
+    assert messages[0] == f"{shown} answered 404: no such page: /score?***Bearer ***"
+    assert messages[1].startswith(f"{away}?*** is away")
+    assert messages[2].startswith(f"{away.replace('//', '//***@')} is away")
     log = caplog.text + str([vars(record) for record in caplog.records])
     for secret in ("word", "s3cret", "bWU6d29yZA"):
-        assert secret not in " ".join(told) + log
+        assert secret not in " ".join(messages) + log
 
 
 @pytest.mark.parametrize("answer", [scores(), (503, {}, b""), None])
@@ -202,9 +202,9 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
     def broken(k: int, request: Any) -> Answer:
         raise ConnectionAbortedError
 
-    server, told = script(broken if answer is None else answer), list[str]()
-    make_reward(server.url, warn=told.append).check_server()
-    assert ["did not answer the first request: it gave no" in line for line in told] == (
+    server, warnings = script(broken if answer is None else answer), list[str]()
+    make_reward(server.url, warn=warnings.append).check_server()
+    assert ["did not answer the first request: it gave no" in line for line in warnings] == (
         [True] * (answer is None)
     )
     assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]
@@ -263,15 +263,15 @@ def test_a_try_ends_with_its_deadline(talk: Talk) -> None:
     """Although the server drips a header, or chunks of its answer, without end."""
     began = time.monotonic()
     with talking(talk) as (url, came):
-        told = failure(url, retries=1, timeout_s=0.2)
+        message = failure(url, retries=1, timeout_s=0.2)
         assert len(came) == 2
-    assert told.startswith(f"{url} did not answer in 2 tries: it gave no answer: ")
-    assert told.endswith("no whole answer in 0.2 s")
+    assert message.startswith(f"{url} did not answer in 2 tries: it gave no answer: ")
+    assert message.endswith("no whole answer in 0.2 s")
     assert time.monotonic() - began < 5
 
 
 def test_an_answer_has_a_largest_size() -> None:
     with talking(for_ever(b" " * 2**16, 0.0, OK + b"\r\n")) as (url, came):
-        told = failure(url, retries=3)
-        assert told.endswith(f"its answer has over {ANSWER_BYTES} bytes")
+        message = failure(url, retries=3)
+        assert message.endswith(f"its answer has over {ANSWER_BYTES} bytes")
         assert len(came) == 1

@@ -178,9 +178,9 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     process.start()
     os.close(to_out)
     os.close(to_err)
-    with open(out) as told, open(err) as errors, contextlib.ExitStack() as stack:
+    with open(out) as output, open(err) as errors, contextlib.ExitStack() as stack:
         stack.callback(process.kill)
-        found = re.search(r":(\d+)/score", told.readline())
+        found = re.search(r":(\d+)/score", output.readline())
         assert found is not None, errors.read()
         port = int(found[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -193,5 +193,5 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
         os.kill(process.pid, sign)
         process.join(60)
         assert process.exitcode == 0
-        assert (told.read(), errors.read()) == ("stopped\n", "")
+        assert (output.read(), errors.read()) == ("stopped\n", "")
     assert time.monotonic() - began < 10

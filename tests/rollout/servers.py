@@ -83,8 +83,8 @@ class StandIn(ThreadingHTTPServer):
         prompts = Prompts(tokens=tokens, mask=tokens >= 0, index=torch.zeros(1, dtype=torch.long))
         with self.roles.use_role(self.loaded[request["model"]]):
             found = HFSampler(self.roles, params).sample(prompts, 1, generator, torch.arange(1))
-            told = 1.0 if self.fault == "raw" or not request["temperature"] else heat
-            logprobs, _ = predict(found, self.roles, None, told, 1)
+            divisor = 1.0 if self.fault == "raw" or not request["temperature"] else heat
+            logprobs, _ = predict(found, self.roles, None, divisor, 1)
         return {
             "token_ids": found.responses[0].tolist(),
             "logprobs": {"token_logprobs": logprobs[0].tolist()[self.fault == "counts" :]},

@@ -33,27 +33,27 @@ def test_a_part_takes_its_own_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "message"),
     [
         ([[1.0, 2.0, 3.0]], r"its weight is \[1, 3\] of torch.float32, the model's \[1, 2\] of"),
         ([[1.0, float("inf")]], "holds numbers that are NaN or infinite, in weight"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    tmp_path: Path, found: list[list[float]], told: str
+    tmp_path: Path, found: list[list[float]], message: str
 ) -> None:
     path = written(tmp_path, roles=torch.tensor(found))
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_weights(nn.Linear(2, 1, bias=False), path, ORIGIN, "roles.")
     assert str(path) in str(caught.value)
 
 
 def test_other_parameters_and_another_run_are_refused(tmp_path: Path) -> None:
     path, own = written(tmp_path), nn.Linear(2, 1, bias=False)
-    for roles, origin, prefix, told in (
+    for roles, origin, prefix, message in (
         (nn.Linear(2, 1), ORIGIN, "roles.", "lacks 1 of the trained parameters and has 0"),
         (own, ORIGIN, None, "lacks 1 of the trained parameters and has 2"),
         (own, replace(ORIGIN, run="b"), "roles.", "of run a, not b"),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             load_weights(roles, path, origin, prefix)

@@ -22,8 +22,8 @@ BUSY: Answer = (503, {}, b"")
 
 
 def verdict(text: Any, tokens: int = 7) -> Answer:
-    told = {"choices": [{"message": {"content": text}}], "usage": {"total_tokens": tokens}}
-    return 200, {}, json.dumps(told).encode()
+    reply = {"choices": [{"message": {"content": text}}], "usage": {"total_tokens": tokens}}
+    return 200, {}, json.dumps(reply).encode()
 
 
 @pytest.fixture
