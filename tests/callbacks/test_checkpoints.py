@@ -246,7 +246,7 @@ def test_what_was_due_at_a_checkpoint_is_done_first(
     assert files.step_of(run.checkpoints / "best.ckpt") == 6
 
 
-def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run, capsys: Any) -> None:
+def test_resuming_from_an_older_one_deletes_the_later_ones(run: Run, capsys: Any) -> None:
     """Before rows and samples: or a run that is cut off would go on from what is later than them.
 
     A best one that is later is gone; the best of those to come takes its place.

@@ -28,7 +28,7 @@ CONSTANT = "warning: all responses have the same score"
 
 
 class Scored(FakePPO):
-    """Iteration k pays its two responses scores[k], and is kl[k] nats from the reference."""
+    """Iteration k scores its two responses scores[k], and is kl[k] nats from the reference."""
 
     def __init__(self, scores: list[tuple[float, float]], kl: list[float] | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ SAME, OTHER = (0.1, 0.1), (0.1, 0.2)
 
 
 def test_what_is_paid_counts_where_it_is_not_what_is_reported(fit: Fit, capsys: Any) -> None:
-    """Scores of 3 and 4 clipped at 1 are both paid 1."""
+    """Scores of 3 and 4 clipped at 1 are both rewards of 1."""
 
     class Clipped(Scored):
         moments = ScoreMoments(RunningMoments(1, 0.0, 0.0), (RunningMoments(1, 0.0, 0.0),))
@@ -100,7 +100,7 @@ def test_each_finding_is_told_once_and_the_file_holds_its_numbers(fit: Fit, caps
     assert first["remedy"] == NAMED["kl_exploding"].remedy
 
 
-def test_a_constant_reward_is_shown_with_what_the_checker_said(fit: Fit, capsys: Any) -> None:
+def test_a_constant_reward_is_shown_with_the_checker_s_explanations(fit: Fit, capsys: Any) -> None:
     module = Scored([SAME] * 3)
     reward = module.collector.reward
     checker = SimpleNamespace(explain=lambda decoded: ["no number", None])

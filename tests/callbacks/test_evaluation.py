@@ -42,7 +42,7 @@ def test_samples_are_printed_and_kept_every_few_iterations(
     assert re.findall("train q.", capsys.readouterr().out) == shown
 
 
-def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
+def test_a_resumed_run_deletes_later_samples(tmp_path: Path) -> None:
     path = tmp_path / "samples" / "train.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)) + '{"itera')

@@ -37,7 +37,7 @@ def test_ppo_has_a_row_an_iteration_with_every_metric_of_its_training(
     trained = [n for n, m in named.items() if "ppo" in m.stages and m.phase != "eval"]
     absent = "reward_paid reward_paid_range logprob_gap_mean logprob_gap_max importance_masked "
     for name in f"{absent} groups_alike_first resample_rounds prompts_drawn".split():
-        trained.remove(f"rollout/{name}")  # paid is the score, the sampler is exact, groups stay
+        trained.remove(f"rollout/{name}")  # no clip, the sampler is exact, groups stay
     trained.remove("compute/judge_tokens")  # no component is a judge
     assert header == ["step", *trained]
 

@@ -131,7 +131,7 @@ def test_a_run_goes_on_where_its_folder_was_moved(
 
 
 def test_the_code_in_the_documentation(place: Workplace, capsys: Any) -> None:
-    """The scores in docs/artefacts.md, standardised, are those that PPO pays."""
+    """The scores in docs/artefacts.md, standardised, are those that PPO maximises."""
     page = (HOME / "docs" / "artefacts.md").read_text()
     names: dict[str, Any] = {}
     for example, stage in (("policy", "ppo"), ("reward", "rm")):

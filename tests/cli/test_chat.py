@@ -23,7 +23,7 @@ def finals(pipeline: Workplace) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def both(finals: dict[str, str]) -> Conversation:
-    """SFT and PPO, beside each other; the reward is the one that PPO was paid."""
+    """SFT and PPO, beside each other; the reward is that of PPO."""
     return opened([finals["sft"], finals["ppo"], "--max-tokens", "8"])
 
 

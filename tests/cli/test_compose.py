@@ -106,7 +106,7 @@ def stage_keys(stage: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("turn", range(len(options("reward"))))
 def test_every_model_composes_with_all_else(turn: int) -> None:
-    """The stages and the options of the other groups are dealt out in turn."""
+    """The stages and the options of the other groups are assigned in turn."""
     dealt = {"stages": STAGES, "data": DATA} | {
         group: options(group) for group in ("reward", "trainer", "logger")
     }
@@ -169,7 +169,7 @@ def test_the_memory_plan_chooses_micro_batches_but_of_tiny(stage: str) -> None:
     assert sizes == ["auto", 32 if stage == "ppo" else 16]
 
 
-def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:
+def test_tiny_runs_on_one_thread_unless_set_otherwise() -> None:
     """Other numbers of threads round differently."""
     found = [
         read_settings(composed("stage=sft", *words)).trainer.threads

@@ -1,4 +1,4 @@
-"""Several rewards at once: what is reported of each sample, and what PPO is paid."""
+"""Several rewards at once: what is reported of each sample, and the reward of PPO."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ WEIGHTS = {"liked": 1.0, "short": -0.5, "steady": 2.0, "noise": 0.25, "hum": -1.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Path:
-    """A run of PPO that was paid by five components, without a penalty on KL or length.
+    """A run of PPO on a reward of five components, without a penalty on KL or length.
 
     They are a learned reward, a shipped function, one of a file and two random heads.
     """
@@ -56,7 +56,7 @@ def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) ->
 
 
 def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) -> None:
-    """Without KL penalty and end rule the shaped return is what is paid, mean over the batch."""
+    """Without KL penalty and end rule the shaped return is the reward, mean over the batch."""
     first = next(row for row in rows(folder) if "reward_mean" in row)
     liked, short, hum = (
         float(first[f"rollout/reward/{name}"]) for name in ("liked", "short", "hum")
@@ -66,6 +66,6 @@ def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) ->
     expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
     assert float(first["rollout/shaped_return"]) == pytest.approx(expected, abs=1e-5)
     for row in (row for row in rows(folder) if "reward_mean" in row):
-        paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
-        assert paid == pytest.approx(shaped, abs=1e-5)
+        reward, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
+        assert reward == pytest.approx(shaped, abs=1e-5)
     assert abs(float(first["rollout/reward/noise"])) > 1e-3

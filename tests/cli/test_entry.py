@@ -173,7 +173,7 @@ def test_a_run_without_an_extra_says_what_to_install(
     assert f" needs {module}: pip install 'lightning-rlhf[{extra}]'" in error
 
 
-def test_what_the_configuration_tells_is_told_without_slow_imports(workplace: Workplace) -> None:
+def test_faults_of_the_configuration_are_reported_without_imports(workplace: Workplace) -> None:
     program = (
         "import sys\nfrom lightning_rlhf.__main__ import main\ntry:\n    main()\nfinally:\n"
         "    print(sorted({'lightning', 'transformers', 'peft', 'torch'} & set(sys.modules)))\n"

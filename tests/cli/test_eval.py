@@ -52,7 +52,7 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
     assert all((place.stage("eval_reward", "head") / "final" / name).is_file() for name in pictures)
 
 
-def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
+def test_a_sum_is_reported_as_ppo_would_maximise_it(place: Workplace) -> None:
     """Twice the length, standardised by the SFT samples, and half of 3 kept at 1.
 
     So the samples have mean 0.5 and deviation 2, and every response of n characters gets a n + b.

@@ -33,7 +33,7 @@ def stopped(place: Workplace, *command: str) -> list[str]:
     return [*said[start:], error.removeprefix(f"{said[start]}. ")]
 
 
-def test_a_fault_in_the_format_stops_ppo_or_is_told(judged: Workplace, tmp_path: Path) -> None:
+def test_a_fault_in_the_format_stops_ppo_or_is_reported(judged: Workplace, tmp_path: Path) -> None:
     """Here a space in the place of each line's end."""
     start = f"policy.checkpoint={judged.stage('sft') / 'final'}"
     model, here = tmp_path / "changed", " [assistant]"

@@ -25,7 +25,7 @@ def final(place: Workplace, stage: str, run: str = "default") -> Path:
 
 
 def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
-    """The same vocabulary and the same weights, but a policy that is spoken to in another way."""
+    """The same vocabulary and the same weights, but a policy with another chat template."""
     policy, reward = finished.folder / "copy", final(finished, "rm")
     shutil.copytree(final(finished, "sft"), policy)
     template = policy / "chat_template.jinja"
@@ -82,7 +82,7 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace) -> None:
 
 
 def test_resume_notices_that_a_foreign_parent_changed(finished: Workplace) -> None:
-    """One without a manifest, of which only its files tell."""
+    """One without a manifest, which is known by its files alone."""
     foreign = finished.folder / "foreign"
     shutil.copytree(final(finished, "sft"), foreign)
     (foreign / "manifest.json").unlink()
@@ -125,7 +125,7 @@ def decoded(model: PreTrainedModel, *tokens: int, **options: Any) -> list[list[i
 def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace) -> None:
     """At the template's end of turn, and at an eos token that is another one, with no argument.
 
-    Rows that ended are filled up with the pad token while the last row speaks on.
+    Rows that ended are filled up with the pad token while the last row goes on.
     """
     shutil.copytree(TOKENIZER, finished.folder / "tokenizer")
     file = finished.folder / "tokenizer" / "tokenizer_config.json"
@@ -146,7 +146,7 @@ def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace)
     assert decoded(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]
 
 
-def test_the_policys_adapter_generates_with_what_its_sft_model_says(pipeline: Workplace) -> None:
+def test_the_policys_adapter_generates_on_top_of_its_sft_model(pipeline: Workplace) -> None:
     model = AutoModelForCausalLM.from_pretrained(final(pipeline, "ppo"))
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     end, pad = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>"])

@@ -34,7 +34,7 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     return run_job(cfg, ["stage=ppo", "job='a=1'"])
 
 
-def test_the_job_is_told_its_folder_and_its_output_is_kept(
+def test_the_job_gets_its_folder_and_its_output_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job(tmp_path, monkeypatch, 'echo "$@"; env | grep IN_SWEEP >&2') is None

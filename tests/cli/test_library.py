@@ -151,7 +151,7 @@ def test_one_set_of_overrides_serves_several_stages() -> None:
         lightning_rlhf.configuration("sft", "eval_reward.samples=1", stages=STAGES)
 
 
-def test_what_cannot_be_built_is_told_before_a_model_loads(
+def test_what_cannot_be_built_is_refused_before_a_model_loads(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", pytest.fail)

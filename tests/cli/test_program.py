@@ -56,7 +56,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             del sys.modules[name]
 
 
-def test_the_program_is_told_the_numbers_and_its_claims_are_shown(
+def test_the_program_gets_the_numbers_and_its_claims_are_shown(
     workplace: Workplace, recipes: Path
 ) -> None:
     serve(recipes, 0.0)

@@ -128,7 +128,7 @@ def test_one_quantised_copy_of_the_base_serves_four_roles(stages: Stages, built:
 
 
 @torch.no_grad()
-def test_the_reference_is_the_model_that_sft_handed_over(stages: Stages, built: Built) -> None:
+def test_the_reference_is_the_model_of_sft(stages: Stages, built: Built) -> None:
     """Bit for bit, on the processor that trained it: weights are rounded once, when loaded."""
     stored = load_file(stages.final("sft") / "adapter_model.safetensors")
     parameters = dict(built.roles.model.named_parameters())

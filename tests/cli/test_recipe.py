@@ -110,7 +110,7 @@ def kitchen(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> K
 def first_call(
     tmp_path_factory: pytest.TempPathFactory, recipes: Path
 ) -> tuple[Kitchen, list[str], str]:
-    """What a first call left, the stages it started, and what it said."""
+    """What a first call left, the stages it started, and its output."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         kitchen = make_kitchen(tmp_path_factory.mktemp("first"), recipes, monkeypatch)
         out = kitchen.cook().succeeded.out
@@ -256,7 +256,7 @@ def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitch
     assert "seed=3" not in command
 
 
-def test_a_broken_promise_is_told_with_its_numbers(done: Kitchen) -> None:
+def test_a_broken_promise_is_reported_with_its_numbers(done: Kitchen) -> None:
     """Words that change no result do not release the recipe from it."""
     name = "eval/reward_mean"
     done.write(promises=[*RECIPE["promises"], {"stage": "ppo", "metric": name, "gain": 99.0}])

@@ -154,7 +154,7 @@ def test_the_newest_iteration_is_shown_without_torch(place: Workplace, run: Path
         assert f"{first[name][0]:+z.3f}" in out.out
 
 
-def test_what_is_wrong_is_told_and_a_number_that_is_none_comes_first(
+def test_faults_are_reported_and_a_number_that_is_none_comes_first(
     place: Workplace, run: Path
 ) -> None:
     assert "one of 1, 2, 3" in place.call("replay", str(run), "--iteration", "4").error

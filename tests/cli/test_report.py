@@ -125,7 +125,7 @@ def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:
         runs_of(folder)
 
 
-def test_runs_of_other_rewards_or_held_out_data_are_told(tmp_path: Path) -> None:
+def test_runs_of_other_rewards_or_held_out_data_are_named(tmp_path: Path) -> None:
     tree = {"reward.weight": 1, "reward.checkpoint": "a", "data.prompts.val": "v"}
     kinds = {
         "reward.weight": "rewards",

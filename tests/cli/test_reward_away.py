@@ -43,7 +43,7 @@ def shorter(prompts, responses):
 
 
 def command(place: Workplace, name: str) -> list[str]:
-    """PPO that is paid by a module of this name, whose calls start at 0."""
+    """PPO on a reward of a module of this name, whose calls start at 0."""
     (place.folder / f"{name}.py").write_text(RULES)
     return [
         "stage=ppo", f"run={name}", "reward=function", f"reward.path={name}.py:shorter",

@@ -35,7 +35,7 @@ def rewrite(file: Path, change: Any) -> None:
 # Data with problems.
 
 
-def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> None:
+def test_problems_of_the_data_are_reported_before_training(finished: Workplace) -> None:
     """The first three pairs again at the end, the next two swapped, each chosen made longer."""
     file = pairs(finished)
     rewrite(file, lambda i, row: row | {"chosen": f"{row['chosen']}{' Yes, yes, yes.' * 2}"})
@@ -56,13 +56,13 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
 
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
-    """In which job=three has a reward model of three heads, and PPO was paid by it at a price of
-    uncertainty."""
+    """In which job=three has a reward model of three heads, and job=penalised a PPO run on it with
+    a penalty for uncertainty."""
     place = pipeline.copied(tmp_path_factory.mktemp("ensemble") / "work")
     place.mini("stage=rm", "job=three", "rm.heads=3").succeeded  # noqa: B018
     final = place.outputs / "default" / "mini" / "three" / "rm" / "final"
-    paid = (f"reward.checkpoint={final}", "reward.uncertainty_coef=2")
-    place.mini("stage=ppo", "job=priced", *paid, "ppo.iterations=1").succeeded  # noqa: B018
+    reward = (f"reward.checkpoint={final}", "reward.uncertainty_coef=2")
+    place.mini("stage=ppo", "job=penalised", *reward, "ppo.iterations=1").succeeded  # noqa: B018
     return place
 
 
@@ -84,22 +84,22 @@ def heads_of(final: Path, sample: dict[str, Any], *, ended: bool) -> tuple[list[
     written = find(str(final), "").require_manifest("rm")
     model = build(ModelConfig, written.config["model"], "model")
     chat = ChatFormat(load_tokenizer(model, final), {})
-    said = chat.response_tokens(sample["response"])[: None if ended else -1]
-    row = torch.tensor([[*chat.prompt_tokens((Message("user", sample["prompt"]),)), *said]])
+    response = chat.response_tokens(sample["response"])[: None if ended else -1]
+    row = torch.tensor([[*chat.prompt_tokens((Message("user", sample["prompt"]),)), *response]])
     with torch.no_grad():
         roles = load_reward(find(str(final), ""), model)
         (heads,) = roles.rewards(row, torch.ones_like(row, dtype=torch.bool)).tolist()
     assert len(heads) == 3
-    return heads, len(said)
+    return heads, len(response)
 
 
-def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -> None:
+def test_uncertainty_is_penalised_by_the_spread_of_the_heads(ensemble: Workplace) -> None:
     """score = (mean of the heads - mean - coef * their population deviation) / std."""
-    priced = before_training(ensemble, "priced")
+    samples = before_training(ensemble, "penalised")
     final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
     written = find(str(final), "").require_manifest("rm")
     # A response that was cut has no end token; one that reads back as it was written will do.
-    found = [(*heads_of(final, sample, ended=False), sample) for sample in priced]
+    found = [(*heads_of(final, sample, ended=False), sample) for sample in samples]
     heads, sample = next((h, s) for h, length, s in found if length == s["tokens"])
     assert not sample["ended"]
     scaled = (statistics.fmean(heads) - written.reward_mean) / written.reward_std
@@ -108,7 +108,7 @@ def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -
     assert sample["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
 
 
-def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Workplace) -> None:
+def test_uncertainty_is_penalised_for_a_model_that_reads_text_too(ensemble: Workplace) -> None:
     """The format check holds what was written down, the mean of the heads, against itself."""
     final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
     text = ("reward=model", f"reward.name_or_path={final}", "reward.normalization=stored")

@@ -23,7 +23,7 @@ USER, PASSWORD, QUERY = "planteduser", "pl4nted-p4ss", "planted-query"
 
 
 def found_in(secrets: list[str], folder: Path, *texts: str) -> list[tuple[str, str]]:
-    """Every (secret, place) in a file below `folder`, in a name of one, or in what was said."""
+    """Every (secret, place) in a file below `folder`, in a name of one, or in the output."""
     places = {str(i): text.encode() for i, text in enumerate(texts)}
     for file in folder.rglob("*"):
         places[str(file)] = file.read_bytes() if file.is_file() else b""
@@ -79,7 +79,7 @@ def test_a_run_with_secrets(models: Workplace, monkeypatch: pytest.MonkeyPatch, 
 def test_a_crash_that_tells_secrets(
     models: Workplace, monkeypatch: pytest.MonkeyPatch, by: str, unforeseen: type[Exception]
 ) -> None:
-    """Each by itself, as a library may tell them; in tracebacks too."""
+    """Each by itself, as a library may print them; in tracebacks too."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     given = {

@@ -46,7 +46,7 @@ def test_it_serves_until_it_is_stopped(
 def test_other_addresses(
     workplace: Workplace, loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that other machines reach is told, with a token and without; IPv6."""
+    """A warning for one that other machines reach, with a token and without; IPv6."""
     made: list[RewardServer] = []
     monkeypatch.setattr(RewardServer, "run", lambda server: made.append(server))
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")

@@ -184,7 +184,7 @@ def test_what_is_no_study_or_another_one_is_refused(
     assert len(read(tmp_path).trials) == 1
 
 
-def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path) -> None:
+def test_a_job_gets_its_study_and_a_pruner_that_holds_another(tmp_path: Path) -> None:
     """Hydra parses neither escapes of characters nor dictionaries with quoted keys."""
     folder = tmp_path / "José's run"
     folder.mkdir()

@@ -48,7 +48,7 @@ SWEPT = ("stage=ppo", "ppo.iterations=1", "seed=2")
 def swept(
     tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace
 ) -> tuple[Workplace, Outcome]:
-    """A sweep on top of the finished stages, and what it said. To be read."""
+    """A sweep on top of the finished stages, and its output. To be read."""
     place = pipeline.copied(tmp_path_factory.mktemp("swept") / "work")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("COLUMNS", "400")

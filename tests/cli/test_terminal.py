@@ -13,7 +13,7 @@ SEEN = "\\x1b]0;title\\x07\\x1b[31m\\x9b2J"
 
 
 def check(*texts: str) -> None:
-    """Fail where a text holds what a terminal would obey, newlines aside."""
+    """Fail where a text holds what a terminal would execute, newlines aside."""
     for text in texts:
         assert {c for c in text if is_hidden(c)} <= {"\n"}, text
 

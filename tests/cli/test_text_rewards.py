@@ -1,4 +1,4 @@
-"""PPO paid by a reward model of another family: what it is told is what that model says."""
+"""PPO on a reward model of another family: its scores are those of that model."""
 
 import csv
 import multiprocessing

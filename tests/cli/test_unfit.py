@@ -1,4 +1,4 @@
-"""A reward that its own fitness report advises against: refused, or told at every turn."""
+"""A reward that its own fitness report advises against: refused, or reported everywhere."""
 
 import json
 import shutil
@@ -103,7 +103,7 @@ def test_a_server_says_the_verdict(unfit: Path, capsys: pytest.CaptureFixture[st
     assert f"{unfit}: {UNFIT['words']} It is served all the same." in said
 
 
-def test_each_paid_component_is_asked_and_a_free_one_is_only_told(
+def test_each_weighted_component_may_refuse_and_one_of_weight_0_only_warns(
     finished: Workplace, unfit: Path
 ) -> None:
     parts = [

@@ -54,7 +54,7 @@ def test_by_hand_without_whitening() -> None:
     #   rewards: (-1/2, 1/2 + 3) = (-1/2, 7/2);  (-1 + (1 - 2), 0) = (-2, 0)
     #   returns: (-1/2 + 7/2, 7/2) = (3, 7/2);  (-2, 0)
     #   advantages: returns - values = (5/2, 5/2);  (-4, 0)
-    # The configuration's kl_coef is where a run starts, not the price of this iteration.
+    # The configuration's kl_coef is where a run starts, not the coefficient of this iteration.
     rollout, scores = by_hand()
     config = ppo_config(
         kl_coef=9.0, gamma=1.0, gae_lambda=1.0, whiten_advantages="none",
@@ -161,7 +161,7 @@ def by_rules(**changes: Any) -> Experience:
          [[-0.5, 0.5 + 2.5], [-1 - 1.25, 0]]),
         # (3 - 1) / 2 = 1 and (1 - 1) / 2 = 0; their scale alone: 3/2 and 1/2.
         ({"score_normalization": "running"}, [[-0.5, 0.5 + 1], [-1 + 0, 0]]),
-        # 3/2 clipped to 5/4, then less the price of two tokens.
+        # 3/2 clipped to 5/4, then less the penalty of two tokens.
         ({"score_normalization": "running_scale", "score_clip": 1.25, "length_penalty": 0.25},
          [[-0.5, 0.5 + 0.75], [-1 + 0.25, 0]]),
     ],

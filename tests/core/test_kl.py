@@ -1,4 +1,4 @@
-"""Estimators against the divergence, best-of-n against closed forms, and the price of KL."""
+"""Estimators against the divergence, best-of-n against closed forms, and the coefficient of KL."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_it_tends_to_the_bound_and_stays_below(n: int) -> None:
         assert 0 < best_of_kl([draw.random() for _ in range(count)], n) < bound
 
 
-# Target 6, half a horizon of episodes: a price of 0.2 changes by 0.2 * clip(error) / 2.
+# Target 6, half a horizon of episodes: a coefficient of 0.2 changes by 0.2 * clip(error) / 2.
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
@@ -138,7 +138,7 @@ def test_adapted_by_hand(kl: float, expected: float) -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_at_its_target_the_price_stays_to_the_last_bit() -> None:
+def test_at_its_target_the_coefficient_stays_to_the_last_bit() -> None:
     assert adapted_coef(0.1, 0.3, target=0.3, horizon=7.0, episodes=11) == 0.1
 
 

@@ -1,4 +1,4 @@
-"""Where the real tokens are; sums, moments and whitening, in which padding has no say."""
+"""Where the real tokens are; sums, moments and whitening, which do not depend on padding."""
 
 from __future__ import annotations
 

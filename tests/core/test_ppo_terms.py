@@ -108,7 +108,7 @@ def test_every_term_by_hand() -> None:
     ({"kl_in": "reward"}, 0.0),
     ({"kl_estimator": "full"}, 0.25 * 0.3 + 0.25 * 0.6 + 0.5 * 0.9),
 ])  # fmt: skip
-def test_the_price_is_that_of_the_argument(changes: dict[str, Any], kl_loss: float) -> None:
+def test_the_coefficient_is_that_of_the_argument(changes: dict[str, Any], kl_loss: float) -> None:
     cheap, dear = (terms(config(**changes), kl_coef=coef) for coef in (0.0, 3.0))
     check(dear, kl_loss=kl_loss, loss=cheap.loss.item() + 3.0 * kl_loss)
 

@@ -1,4 +1,4 @@
-"""The score as it is paid, and where it lands: moments, rules in their order, rewards a token."""
+"""The score for PPO and its tokens: moments, rules in their order, rewards per token."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ MOMENTS = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
         ("running_scale", "replace", [1.5, -3, -1, -1]),
     ],
 )
-def test_normalised_then_clipped_then_priced_then_the_end_rule(
+def test_normalised_then_clipped_then_penalised_then_the_end_rule(
     normalization: str, missing_eos: str, expected: list[float]
 ) -> None:
     config = ppo_config(

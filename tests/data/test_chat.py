@@ -111,7 +111,7 @@ def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     assert tokenizer.chat_template == PLAIN_TEMPLATE
 
 
-def test_decoding_shows_what_was_said(chatml: PreTrainedTokenizerFast, ids: Ids) -> None:
+def test_decoding_shows_the_responses(chatml: PreTrainedTokenizerFast, ids: Ids) -> None:
     chat = ChatFormat(chatml, {})
     assert chat.decode_response(ids(chatml, "Hello", "<|im_end|>", "<|pad|>", "<|pad|>")) == "Hello"
     shown = chat.decode_response(ids(chatml, "Hel", "<|im_start|>", "lo", "<|im_end|>"))

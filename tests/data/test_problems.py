@@ -52,7 +52,7 @@ def test_one_response_for_many_prompts() -> None:
     assert found.examples == ("chosen for 5 prompts, first in held-out row 9: Good question!",)
 
 
-def test_rows_left_out_as_identical_are_told(jsonl: Callable[..., str]) -> None:
+def test_rows_left_out_as_identical_are_reported(jsonl: Callable[..., str]) -> None:
     path = jsonl(
         {"prompt": "a", "chosen": "x", "rejected": "x"},
         {"prompt": "a", "chosen": "x"},

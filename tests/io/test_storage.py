@@ -183,7 +183,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
     assert order[2:] == [temporary.name, "replace", tmp_path.name]
 
 
-def test_a_full_disk_is_told_of_any_file() -> None:
+def test_a_full_disk_is_reported_of_any_file() -> None:
     """Of a row of metrics, say, whose file is written to its end and not anew."""
     with (
         pytest.raises(StorageError, match=r"^a file was not written: No space left on device; m"),

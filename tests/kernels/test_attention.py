@@ -94,7 +94,7 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
 def test_what_short_rows_do_not_know_is_computed_in_fp32(
     options: dict[str, Any], first: int, asked: int
 ) -> None:
-    """The library in fp32 says what ours is near to."""
+    """Ours is near to the library in fp32."""
     narrow = states(torch.bfloat16)
     narrow[0] = narrow[0][:, :, first:]
     learning = [x.clone().requires_grad_() for x in narrow]

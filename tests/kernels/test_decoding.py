@@ -1,4 +1,4 @@
-"""A step by one token says what the model's own layers say of it."""
+"""A step by one token has the outputs of the model's own layers."""
 
 from contextlib import nullcontext
 from typing import Any

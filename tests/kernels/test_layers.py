@@ -1,4 +1,4 @@
-"""Our layers say and learn what those of transformers say and learn."""
+"""Our layers have the outputs and gradients of those of transformers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +107,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def both(norm: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm says, and its gradient."""
+    """The output of a norm, and its gradient."""
     x = x.clone().requires_grad_()
     y = norm(x)
     y.backward(dy)
@@ -150,7 +150,7 @@ def is_rounded_once(found: Tensor, exact: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_learns_its_weight_too(kind: type[nn.Module]) -> None:
-    """As the formula in float64 does; and it says the same bits as one that does not learn."""
+    """As the formula in float64 does; and it has the same bits as one that is not trained."""
     ours, _ = a_norm(kind)
     x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
     x[0] *= 1e-3  # where eps counts
@@ -173,7 +173,7 @@ def test_a_norm_learns_its_weight_too(kind: type[nn.Module]) -> None:
 
 
 def learned(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """What a layer says, and the gradients of x and of what it learns."""
+    """The output of a layer, and the gradients of x and of its parameters."""
     x = x.clone().requires_grad_()
     y = layer(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *learns(layer)], dy)]
@@ -187,7 +187,7 @@ def learns(layer: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize(("shape", "bias", "frozen"), [
     ((2, 3, 4), True, ()), ((4,), False, ()), ((2, 3, 4), True, ("weight", "bias")),
 ])  # fmt: skip
-def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
+def test_a_projection_by_onednn_has_outputs_and_gradients_of_the_formula(
     shape: tuple[int, ...], bias: bool, frozen: tuple[str, ...]
 ) -> None:
     plain = nn.Linear(4, 6, bias=bias)

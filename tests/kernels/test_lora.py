@@ -1,4 +1,4 @@
-"""Adapters added in place, or merged into the weights, say and learn what PEFT's forward does."""
+"""Adapters added in place or merged have the outputs and gradients of PEFT's forward."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -214,7 +214,7 @@ def lora_layers(roles: Roles) -> int:
 
 
 @pytest.mark.parametrize("role", [POLICY, REFERENCE])
-def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
+def test_every_role_has_the_same_outputs_from_plain_layers(role: str) -> None:
     """In fp32: of 16 bits the sum would lose most of a small adapter, and they stay as they are."""
     narrow = a_policy(torch.bfloat16)
     with narrow.merged():
@@ -260,8 +260,8 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
 
 
-def test_no_other_role_is_played_from_folded_weights() -> None:
-    """They are the acting role's; another one would speak with its voice."""
+def test_no_other_role_is_used_from_merged_weights() -> None:
+    """They are the active role's; another role would have its outputs."""
     roles = a_policy()
     roles.set_role(POLICY)
     with roles.merged():

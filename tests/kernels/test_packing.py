@@ -1,4 +1,4 @@
-"""What is computed of wanted positions alone is what the whole computation says there."""
+"""Outputs at the wanted positions alone are those of the whole computation."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def test_products_that_are_compiled_for_a_shape_have_few(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) -> None:
+def test_recomputed_layers_have_the_same_outputs_and_gradients(family: str) -> None:
     """Bit for bit: it is the same computation."""
     roles, mask = a_policy(family), WANTED["a response in each row"]
     tokens = tokens_of(mask)
@@ -151,7 +151,7 @@ def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) 
 
 
 def test_they_are_computed_once_more_as_the_role_that_they_were_computed_as() -> None:
-    """The gradient is asked for when the model plays another role again."""
+    """The gradient is computed when another role is active again."""
     mask = WANTED["a response in each row"]
     tokens = tokens_of(mask)
 

@@ -1,4 +1,4 @@
-"""Which library multiplies, what it says, and which products are compiled for their shapes."""
+"""Which library multiplies, its results, and which products are compiled for their shapes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1)])
-def test_onednn_says_what_the_formula_says(
+def test_onednn_computes_the_formula(
     shape: tuple[int, int, int], turned: bool, to_onednn: list[tuple[int, ...]]
 ) -> None:
     """Of matrices that lie row by row, and column by column as those of a gradient do."""

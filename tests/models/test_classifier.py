@@ -41,7 +41,7 @@ def ids(text: str) -> list[int]:
 
 
 def dialogue(prompt: str, response: str) -> list[int]:
-    """As TEMPLATE says it."""
+    """As TEMPLATE renders it."""
     return ids(f"<s> user : {prompt} </s> assistant : {response} </s>")
 
 

@@ -1,4 +1,4 @@
-"""From a hub id, a folder or a configuration to a model, and what is said when that fails."""
+"""From a hub id, a folder or a configuration to a model, and the errors when that fails."""
 
 import json
 import socket

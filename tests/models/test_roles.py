@@ -189,7 +189,7 @@ def learned(roles: Roles) -> set[str]:
 
 
 @pytest.mark.parametrize(("family", "targets"), [("qwen3", ("q_proj",)), ("gpt2", ("c_attn",))])
-def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
+def test_the_same_adapters_learn_whatever_is_added_used_and_exported(
     family: str, targets: tuple[str, ...]
 ) -> None:
     """GPT-2's layers are no plain linear ones, so that PEFT puts their adapters on."""

@@ -56,7 +56,7 @@ def low(response: str) -> float:
 def test_a_reward_that_pays_for_the_opposite_of_gold_is_the_first_finding(
     make_ppo: Make, tmp_path: Path
 ) -> None:
-    """The reward pays for low tokens, and the judge wants high ones."""
+    """The reward is for low tokens, and the judge's score for high ones."""
     module = make_ppo(
         fresh=True, reward=lambda decoded: [low(x) for x in decoded.responses],
         **{**HEALTHY, "iterations": 8, "rollout_batch_size": 32, "lr": 0.005},

@@ -1,4 +1,4 @@
-"""Iterations of PPO through a Trainer: what they touch, repeat, remember and learn."""
+"""Iterations of PPO through a Trainer: what they change, repeat, keep and learn."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +186,7 @@ def test_it_learns_what_is_rewarded(make_ppo: Make, architecture: str) -> None:
 
 @pytest.mark.slow
 def test_the_kl_penalty_pulls_back(make_ppo: Make) -> None:
-    """With nothing to gain and a price on KL, a policy that has strayed turns to the reference."""
+    """With no reward but the KL penalty, a policy that has moved away returns to the reference."""
     settings = LEARNING | {
         "fresh": False, "reward": lambda decoded: torch.zeros(len(decoded)), "lr": 3e-3,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A critic apart from the policy: what it says, what reaches it, and when it learns alone."""
+"""A critic apart from the policy: its values, its gradients, and when it is trained alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -73,7 +73,7 @@ def test_every_iteration_begins_anew(make_ppo: Make) -> None:
 
 
 def marked(experience: Experience) -> Experience:
-    """As if the policy said three responses e^3 times as likely, token by token, as at sampling."""
+    """As if the policy has three responses e^3 times as likely, token by token, as at sampling."""
     rows = torch.zeros(8, 1)
     rows[[1, 4, 6]] = 3.0
     return replace(

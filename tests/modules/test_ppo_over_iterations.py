@@ -1,4 +1,4 @@
-"""What one iteration hands to the next: the price of KL, and the moments of all scores."""
+"""What one iteration leaves to the next: the KL coefficient, and the moments of all scores."""
 
 import statistics
 from io import BytesIO
@@ -28,7 +28,7 @@ def last_token(experience: Experience) -> Tensor:
 
 
 def check_price(found: list[dict[str, Any]], coefs: list[float]) -> None:
-    """Each iteration says, and has paid before the last token, its own coefficient."""
+    """Each iteration reports its own coefficient, and uses it before the last token."""
     assert [step.kl_coef for step in found] == pytest.approx(coefs, rel=1e-6)
     for step, coef in zip(found, coefs, strict=True):
         experience = step.experience
@@ -37,7 +37,7 @@ def check_price(found: list[dict[str, Any]], coefs: list[float]) -> None:
         assert experience.kl[before].abs().max() > 1e-3
 
 
-def test_a_linear_price_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: Make) -> None:
+def test_a_linear_coefficient_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: Make) -> None:
     module = make_ppo(kl_coef=0.3, kl_control="linear", kl_coef_end=0.1, iterations=3)
     check_price(steps(module), [0.3, 0.2, 0.1])
     check_price(steps(make_ppo(kl_coef=0.3), last=2), [0.3, 0.3])

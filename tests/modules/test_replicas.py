@@ -184,7 +184,7 @@ def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path:
 
 
 def over_the_group(decoded: DecodedResponses) -> list[list[tuple[int, float]]]:
-    """The length less the mean of those to the same prompt, half of it paid at the first token."""
+    """The length less the mean of those to the same prompt, half of it at the first token."""
     lengths, index = decoded.rollout.response_mask.sum(1).double(), decoded.rollout.index
     over = lengths - torch.stack([lengths[index == i].mean() for i in index])
     halves = zip((over / 2).tolist(), decoded.responses, strict=True)

@@ -46,7 +46,7 @@ def stage(request: pytest.FixtureRequest, make_ppo: Make) -> tuple[Build, Record
 
 @contextmanager
 def little_memory(rows: int, said: str, *, learns: bool = False) -> Iterator[list[int]]:
-    """Inside, so many rows are read at a time at most; which are asked for; one warning is said.
+    """Inside, so many rows are read at a time at most; which are asked for; there is one warning.
 
     learns: whether reading without a gradient needs no memory.
     """

@@ -1,4 +1,4 @@
-"""The place of a process, as the program that started it tells it."""
+"""The place of a process, from the environment of the program that started it."""
 
 import os
 

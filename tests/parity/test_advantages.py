@@ -20,7 +20,7 @@ every_discount = pytest.mark.parametrize(
 
 @every_discount
 def test_gae_of_trls_own_rewards(settings: dict[str, Any]) -> None:
-    """Ours, told that the position after a response is real too, as TRL counts it."""
+    """Ours with the position after a response as a real one, as TRL counts it."""
     trl = trl_iteration(**settings)
     args = trl.batch["args"]
     advantages, returns = gae(
@@ -31,8 +31,8 @@ def test_gae_of_trls_own_rewards(settings: dict[str, Any]) -> None:
     close(returns, trl.batch["returns"])
 
 
-def paid_later(trl: Iteration) -> torch.Tensor:
-    """What TRL's advantages have over ours, because it pays the score one position later.
+def added_later(trl: Iteration) -> torch.Tensor:
+    """What TRL's advantages have over ours, because it adds the score one position later.
 
     With V_L the critic's word on the position after the response, and s the score,
 
@@ -59,10 +59,10 @@ def test_with_k3_too() -> None:
 
 
 @every_discount
-def test_advantages_differ_by_where_the_score_is_paid(settings: dict[str, Any]) -> None:
+def test_advantages_differ_by_where_the_score_is_added(settings: dict[str, Any]) -> None:
     trl = trl_iteration(**settings)
     ours = experience_of(trl, whiten_advantages="none")
-    expected = paid_later(trl)
+    expected = added_later(trl)
     for theirs, found in ((trl.advantages, ours.advantages), (trl.batch["returns"], ours.returns)):
         close(torch.where(trl.mask, theirs, 0) - found, expected)
     assert bool(expected.any()) == (trl.batch["args"].lam < 1)

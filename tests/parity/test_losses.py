@@ -113,7 +113,7 @@ def test_mean_of_microbatch_means_differs_from_the_mean_over_tokens(epoch: int) 
 def test_optimizer_steps(minibatch_count: int) -> None:
     """TRL takes one step an epoch whatever num_mini_batches is: it accumulates over all of them.
 
-    Its Accelerator is told gradient_accumulation_steps, which makes the batch, and not the
+    Its Accelerator gets gradient_accumulation_steps, which makes the batch, and not the
     micro-batches of a minibatch. Ours takes one step a minibatch.
     """
     trl = trl_iteration(num_mini_batches=minibatch_count)

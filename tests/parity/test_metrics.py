@@ -98,7 +98,7 @@ def test_ratio_differs_by_the_padding() -> None:
 
 
 def test_entropy_differs_by_the_padding() -> None:
-    """TRL averages in what the policy would say after a response has ended.
+    """TRL averages in what the policy would sample after a response has ended.
 
     H of tokens and H' of padding: TRL s H + (1 - s) H', ours H.
     """

@@ -129,8 +129,8 @@ def test_without_a_stop_token_every_response_runs_to_full_length() -> None:
 
 
 @estimators
-def test_score_is_paid_one_position_later(estimator: str) -> None:
-    """TRL pays it at the first position after a response, where there is one."""
+def test_score_is_added_one_position_later(estimator: str) -> None:
+    """TRL adds it at the first position after a response, where there is one."""
     trl = trl_iteration(kl_estimator=estimator)
     theirs, ours = trl.batch["rewards"], experience_of(trl).rewards
     score, rows = trl.batch["scores"], torch.arange(BATCH)

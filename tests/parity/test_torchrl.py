@@ -67,7 +67,7 @@ def test_rewards_to_go(gamma: float) -> None:
 def test_a_truncated_response_differs_by_the_value_that_follows(
     gamma: float, gae_lambda: float
 ) -> None:
-    """torchrl, told that a row is done but not terminated, adds what the critic expects next.
+    """torchrl, for a row that is done but not terminated, adds what the critic expects next.
 
     To delta at the last token, T - 1, that adds gamma V_T; k tokens earlier (gamma lambda)^k of
     it. Ours treats a response that ran out of room as ended.

@@ -264,7 +264,7 @@ def test_hard_texts_stay_in_their_cells_and_read_as_they_are(text: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 200])
-def test_the_page_says_what_was_measured(count: int, tmp_path: Path) -> None:
+def test_the_page_shows_what_was_measured(count: int, tmp_path: Path) -> None:
     hard_report(count).write(tmp_path)
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
     (link,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)

@@ -1,4 +1,4 @@
-"""DecodedResponses made of invented texts, and servers that say what a test wants."""
+"""DecodedResponses made of invented texts, and servers with the answers of a test."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def messages(prompt: str) -> list[dict[str, str]]:
 
 
 def scores(*numbers: Any) -> Answer:
-    """What a reward server says."""
+    """Answer of a reward server."""
     return 200, {}, json.dumps({"scores": numbers}).encode()
 
 

@@ -1,4 +1,4 @@
-"""The client: what it sends, keeps and asks again, and what it says without scores."""
+"""The client: what it sends, caches and asks again, and its errors without scores."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ REPLIES = make_replies(("2+2?", "four"), ("3+3?", "six"))
 
 
 def failure(url: str, **changes: Any) -> str:
-    """What is told of REPLIES."""
+    """Texts in the errors about REPLIES."""
     reward = make_reward(url, name="reward.components.far", **{"retries": 2} | changes)
     with pytest.raises(RewardError) as found:
         reward(REPLIES)
@@ -153,7 +153,7 @@ def test_a_wrong_answer_is_an_error_at_once(script: Script, answer: Answer, mess
     assert len(server.requests) == 1
 
 
-def test_a_server_that_never_was_there_is_told_at_once() -> None:
+def test_a_server_that_never_was_there_is_reported_at_once() -> None:
     with nobody() as url:
         message = failure(url, retries=8, backoff_s=100.0)
     assert message.startswith(f"{url} is away: ")
@@ -169,7 +169,7 @@ def test_a_server_that_goes_away_is_waited_for() -> None:
         reward(REPLIES)
 
 
-def test_no_secret_is_told_or_logged(
+def test_no_secret_is_shown_or_logged(
     script: Script, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither where the server gives our words back, nor where it is away."""
@@ -219,7 +219,7 @@ Talk = Callable[[socket.socket], None]
 
 @contextlib.contextmanager
 def talking(talk: Talk) -> Iterator[tuple[str, list[int]]]:
-    """A server that says to each connection what it likes; its address, and who came."""
+    """A server that sends to each connection what `talk` does; its address, and who came."""
     came: list[int] = []
 
     def serve() -> None:

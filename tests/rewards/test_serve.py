@@ -1,4 +1,4 @@
-"""The server: what it takes, refuses and says of its own faults."""
+"""The server: what it takes and refuses, and how it reports its own faults."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_token_is_wanted(scorer: Scorer) -> None:
         (DataError("an unknown role"), "an unknown role"),
     ],
 )  # fmt: skip
-def test_a_fault_of_the_reward_is_told(
+def test_a_fault_of_the_reward_is_reported(
     server: RewardServer, scorer: Scorer, scores: Any, message: str, caplog: Any
 ) -> None:
     scorer.scores = scores

@@ -121,7 +121,7 @@ def test_whole_sequences_are_scored_by_token_and_mask_whatever_the_batch() -> No
         assert sizes == expected
 
 
-def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
+def test_the_spread_of_an_ensemble_is_penalised_in_standard_deviations() -> None:
     heads = torch.tensor([[1.0, 5.0], [2.0, 2.0], [0.0, -4.0]])
     reward = LearnedReward(lambda tokens, mask: heads, 1.0, 2.0, 0.5, MicrobatchSize("k", 3))
     # Means 3, 2, -2 and population deviations 2, 0, 2:

@@ -74,7 +74,7 @@ def make_prompts() -> Callable[..., Prompts]:
 
 @pytest.fixture
 def prompts(make_prompts: Callable[..., Prompts]) -> Prompts:
-    """1, both filler and end token, is also said in two prompts: only the mask tells."""
+    """1, both filler and end token, is also in two prompts: only the mask shows which."""
     return make_prompts(
         [7, 8, 9, 10, 11, 12], [13], [1, 14, 1], [15, 16, 17, 1], [18, 19], [20, 21, 22, 23, 24]
     )
@@ -112,5 +112,5 @@ def chat() -> ChatFormat:
 
 @pytest.fixture
 def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
-    """Many prompts, so that every text is said by somebody."""
+    """Many prompts, so that every text is sampled."""
     return make_prompts(*[[7 + i % 50, 3 + i % 40] for i in range(120)])

@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class StandIn(ThreadingHTTPServer):
-    """Serves a base and the adapters that it was told of, with one fault on demand."""
+    """Serves a base and the adapters that it has loaded, with one fault on demand."""
 
     daemon_threads, request_queue_size = True, 64
 

@@ -26,7 +26,7 @@ def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
     )  # fmt: skip
 
 
-def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None:
+def test_the_reference_generates(roles: Roles, prompts: Prompts) -> None:
     roles.set_role(POLICY)
     found = sampled(roles, prompts)
     assert [len(rollout) for rollout in found] == [4, 2]
@@ -41,7 +41,7 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
 
 
 @pytest.mark.parametrize("roles", ["mamba"], indirect=True)
-def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompts: Prompts) -> None:
+def test_a_model_without_a_cache_is_sampled_by_the_library(roles: Roles, prompts: Prompts) -> None:
     """Two identical forward passes differ by nothing; one that forgot the prompt by nats."""
     assert not roles.cache_argument
     for responses in sampled(roles, prompts):

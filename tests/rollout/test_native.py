@@ -1,4 +1,4 @@
-"""Generation: what is recorded at sampling is what the model says when it is asked again."""
+"""Generation: what is recorded at sampling is what the model computes once more."""
 
 import math
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def test_a_response_does_not_depend_on_its_batch_nor_on_its_padding(
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
+def test_tokens_are_as_frequent_as_the_softmax_at_this_temperature(
     roles: Roles, make_prompts: Callable[..., Prompts], draw: Draw, temperature: float
 ) -> None:
     """Evenly spread numbers in place of random ones: each frequency is exact to one count."""

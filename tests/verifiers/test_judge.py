@@ -60,12 +60,12 @@ def test_a_judge_is_asked_once_and_its_words_and_cost_are_kept(
     assert "<answer>" not in second["messages"][1]["content"]
     assert server.paths == ["/chat/completions"] * 3
     assert {headers["authorization"] for headers in server.headers} == {"Bearer s3cret"}
-    # What it said is known of each response, and what it cost is told once.
+    # Its answer is known for each response, and its cost is reported once.
     reward = Reward((Term(name="taste", weight=1.0, normalization="none", clip=None),), (source,))
     assert reward.explain(replies) == [{"taste": text} for text in (right, wrong, right)]
     assert reward.spent() == {"judge_tokens": 12}
     assert reward.spent() == {"judge_tokens": 0}
-    # Another process finds the verdicts, and pays for nothing; a torn line is asked for again.
+    # Another process reads the verdicts without a request; a torn line is requested again.
     file = Path(source.function.cache)
     assert "s3cret" not in file.read_text()
     file.write_bytes(file.read_bytes()[:-20])

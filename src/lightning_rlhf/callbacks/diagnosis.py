@@ -402,7 +402,7 @@ class Diagnosis(Callback):
                     logger.alert(each.name, text)
 
     def samples(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Return the first responses of the iteration, with what the reward says of them."""
+        """Return the first responses of the iteration, with the explanations of the reward."""
         module: Any = trainer.lightning_module
         some = evaluation.training_samples(module, module.experience.select(slice(0, COUNT)))
         keys = "prompt", "response", "score", "verdicts"

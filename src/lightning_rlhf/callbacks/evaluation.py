@@ -397,7 +397,7 @@ class KeepLastBatch(Callback):
 def keep_batch(
     error: errors.NotFiniteError, path: Path, columns: Mapping[str, Any], message: str
 ) -> None:
-    """Write the batch that ended a run, and let the error tell it; print why it is not kept."""
+    """Write the batch that ended a run and add its place to the error; print why it is not kept."""
     try:
         rollouts.write_table(path, columns)
         error.batch = message

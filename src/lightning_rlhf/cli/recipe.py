@@ -228,7 +228,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     written = as_written(recipe, cfg.job, folder)
     with resume.locked_run(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
-    # Imported here, with torch and Lightning: what names and folders tell comes before.
+    # Imported here, with torch and Lightning: checks of names and folders come before.
     from lightning_rlhf.callbacks.compute import PEAK, compute_line
     from lightning_rlhf.evaluation import compare
     from lightning_rlhf.runs import measured

@@ -74,7 +74,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class BestConfig:
-    """Metric that tells which evaluation is the best."""
+    """Metric that decides which evaluation is the best."""
 
     metric: validation.Text | None
     """Name of a metric of the evaluations; None is the stage's own, of `stop` the one of `best`."""

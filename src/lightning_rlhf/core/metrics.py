@@ -328,7 +328,7 @@ compute/peak_memory | sft rm ppo dpo | bytes: largest memory so far: of tensors 
 """Name -> definition of every metric, in the order of docs/metrics.md."""
 
 Goal = Sequence[tuple[str, config.Mode]]
-"""Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
+"""Metrics that decide which evaluation is the best, and whether the lowest or the highest is.
 
 A later metric decides where the ones before it are equal; among evaluations that are equal in all
 of them, the earliest is the best.

@@ -203,8 +203,8 @@ class Rollout(SampledResponses):
     values: Float[Tensor, "B T"]
     """V(s_t) of the critic before token t is chosen; 0 on padding and without a critic."""
     sampler_logprobs: Float[Tensor, "B T"] | None = None
-    """Log-probability of each response token as a sampler that is not exact tells it, nats; 0 on
-    padding. None where it tells none, or is exact."""
+    """Log-probability of each response token of a sampler that is not exact, nats; 0 on padding.
+    None where it returns none, or is exact."""
 
 
 @dataclass(frozen=True, kw_only=True)

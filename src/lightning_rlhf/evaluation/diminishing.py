@@ -35,7 +35,7 @@ it."""
 LEVEL = 0.9
 """Share of runs in which an interval is to hold the truth."""
 FEWEST_POINTS = 12
-"""Minimum number of points; with fewer, the noise cannot be told from the curve."""
+"""Minimum number of points; with fewer, the noise cannot be separated from the curve."""
 SEED, _RESAMPLES = 0, 200
 _SCALES = np.exp(np.linspace(-5.0, 2.3, 2921))
 """Scales of the curves that are fitted, as shares of the range of x, 0.25% apart."""

@@ -105,7 +105,7 @@ def measure_reward(
     logit_scale: float | None,
     **about: Any,
 ) -> fitness_page.FitnessReport:
-    """Score held-out pairs and probes; return what they and the samples say of a reward.
+    """Score held-out pairs and probes; return what they and the samples show of a reward.
 
     Ends all processes but the first.
 

@@ -25,7 +25,7 @@ from lightning_rlhf.runs.stage import Settings
 
 
 def goal_of(settings: Settings, section: str = "best") -> Goal:
-    """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
+    """Return the metrics that decide which evaluation is the best: of `best`, or the stage's.
 
     section: best, or stop for the metric that has to gain, which is by default the same.
     Empty where none is named. Raises ConfigError as `metric_of`.
@@ -68,7 +68,7 @@ def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tup
 def check_final(settings: Settings, steps: int | None) -> None:
     """Raise ConfigError where `final`, `best` or `stop` do not fit the stage or one another.
 
-    steps: number of steps of the run; None where only its data tell, and any step may be named.
+    steps: number of steps of the run; None where only its data decide, and any step may be named.
     """
     config: StageConfig = settings.config
     stage, step, stop = settings.stage, config.final, config.stop

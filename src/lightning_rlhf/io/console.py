@@ -26,7 +26,7 @@ JOINERS = "\u200c\u200d"
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with each character that a terminal would obey or hide as its escape.
+    r"""Return `text` with each character that a terminal would execute or hide as its escape.
 
     "\x1b[31m" -> "\\x1b[31m". Newlines stay; `visible_line` shows these as well.
     """
@@ -49,7 +49,7 @@ def json_line(value: Any) -> str:
 
 
 def is_hidden(character: str) -> bool:
-    """Return whether a terminal would obey the character, or not show it."""
+    """Return whether a terminal would execute the character, or not show it."""
     return unicodedata.category(character) in CATEGORIES and character not in JOINERS
 
 

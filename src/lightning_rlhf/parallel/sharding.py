@@ -275,7 +275,7 @@ def arrive() -> None:
 
 
 def leave() -> None:
-    """Take part in the passes of other processes to the end of the run, and forget its models."""
+    """Take part in the passes of other processes to the end of the run, and remove its models."""
     arrive()
     models.clear()
     arrivals.clear()

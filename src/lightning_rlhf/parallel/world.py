@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def world(environment: Mapping[str, str] = os.environ) -> World:
-    """Return the place of this process, as torchrun or srun tells it; else that of a single one."""
+    """Return the place of this process, as torchrun or srun gives it; else that of a single one."""
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN)):
         if all(environment.get(name, "").isdigit() for name in names):
             rank, size, local_rank = (int(environment[name]) for name in names)

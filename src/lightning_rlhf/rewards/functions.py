@@ -216,7 +216,7 @@ class FunctionReward:
         return self.call(self.function, decoded.rows, list(decoded.responses))
 
     def explain(self, decoded: DecodedResponses) -> Any:
-        """Return what the function's own `explain` says of each response, a text or None."""
+        """Return the explanations by the function's own `explain`, a text or None a response."""
         own = getattr(self.function, "explain", None)
         return None if own is None else self.call(own, decoded.rows, list(decoded.responses))
 

@@ -48,7 +48,7 @@ class Reward:
         return found
 
     def explain(self, decoded: records.DecodedResponses) -> list[dict[str, str]]:
-        """Return for each response what the components say of it in words, by their names."""
+        """Return the explanations of each response by the components, by their names."""
         found = [dict[str, str]() for _ in decoded.responses]
         for term, source in zip(self.terms, self.sources, strict=True):
             texts = source.explain(decoded) if hasattr(source, "explain") else None

@@ -46,7 +46,7 @@ AT_ONCE = 256
 COLDEST, GREEDY = 1e-2, 1e-5
 """Lowest temperature that vLLM samples at, and the one below which it takes the likeliest token."""
 UNLOAD_S = 3
-"""Time in which all servers are told that a run has ended, seconds."""
+"""Time in which all servers are notified that a run has ended, seconds."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
 
@@ -221,7 +221,7 @@ class ServerSampler(BatchSampler):
     ) -> tuple[list[int], list[float], bool]:
         """Return the tokens of a response, their log-probabilities, and whether it has ended.
 
-        A server that was restarted does not know the adapter any more, and is told of it again.
+        A server that was restarted does not know the adapter any more, and loads it again.
         """
         most, ends = self.params.max_response_tokens, time.monotonic() + self.config.timeout_s
         name = self.served[url]
@@ -296,7 +296,7 @@ class ServerSampler(BatchSampler):
         )
 
     def end(self) -> None:
-        """Have the servers forget the adapters, where they answer soon, and delete the folders."""
+        """Unload the adapters from the servers, where they answer soon, and delete the folders."""
         ends = time.monotonic() + UNLOAD_S
         for name in self.written:
             for url in self.config.url:

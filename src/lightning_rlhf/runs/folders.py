@@ -219,7 +219,7 @@ class Ending:
     last_step: validation.PositiveInt
     """Last step of the run."""
     metrics: dict[str, Value]
-    """Metrics that tell which evaluation is the best, by name."""
+    """Metrics that decide which evaluation is the best, by name."""
     stopped: str | None
     """Why the run ended before the last step of its schedule; None where it did not."""
 

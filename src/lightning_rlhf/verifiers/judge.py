@@ -1,4 +1,4 @@
-"""Judge model behind a server that speaks OpenAI's chat completions."""
+"""Judge model behind a server of OpenAI's chat completions."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ SYSTEM = (
     "your reasons in a few sentences, and end with one line: 'Score: N', where N is a number from "
     "{lowest} (worst) to {highest} (best)."
 )
-"""Message that tells a judge what to do."""
+"""System message with a judge's task."""
 SCORE = re.compile(r"score\W*?(-?[0-9]+(?:\.[0-9]+)?)", re.IGNORECASE)
 """Score in a verdict; the last one counts."""
 
