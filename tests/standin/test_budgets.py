@@ -9,7 +9,7 @@ import torch
 
 from lightning_rlhf.core.records import row_lengths
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout.native import ASKED
+from lightning_rlhf.rollout.native import INTERVAL
 
 from ..matrix import matrix
 from ..modules.conftest import prompts, within_fit
@@ -57,10 +57,10 @@ def test_a_decoded_token(
     module = ppo(make_ppo, architecture, kernels).to(NAME)
     with torch.autocast(NAME, torch.bfloat16, enabled=autocast):
         sampled(module, device, 2)  # the fast step is checked once
-        few, many = (sampled(module, device, longest) for longest in (2, 2 + ASKED))
+        few, many = (sampled(module, device, longest) for longest in (2, 2 + INTERVAL))
     assert many.synchronisations - few.synchronisations == {"item": 1}
     operations = many.operations.total() - few.operations.total()
-    assert operations / ASKED <= BY_TOKEN[architecture, kernels, autocast]
+    assert operations / INTERVAL <= BY_TOKEN[architecture, kernels, autocast]
 
 
 @pytest.mark.parametrize(

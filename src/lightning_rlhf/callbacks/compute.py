@@ -138,12 +138,12 @@ def iteration_totals(
     sizes = torch.cat([records.row_lengths(batch).cpu() for batch in batches])
     learned = sizes[: len(result.experience)]
     lengths, responses = sizes.unbind(dim=1)
-    tokens, wanted = sizes.sum(dim=0).tolist()
+    tokens, generated = sizes.sum(dim=0).tolist()
     policy = weights_of(module.roles, POLICY)
     reference = weights_of(module.roles.reference, REFERENCE)
     each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
     rollout = policy.sampling(lengths - responses, responses, each)
-    score = reference.forward(lengths, wanted)
+    score = reference.forward(lengths, generated)
     for model, role in collector.reward.models.values():
         score += weights_of(model, role).forward(lengths)  # type: ignore[arg-type]
     policy_learns = module.iteration > config.critic_warmup
@@ -151,7 +151,7 @@ def iteration_totals(
     update = (policy.update if policy_learns else policy.forward)(learned[:, 0], predicted)
     readings = 1 + len(collector.reward.models) + collector.annotated
     if collector.annotated:
-        rollout += policy.forward(lengths, wanted)
+        rollout += policy.forward(lengths, generated)
     if critic is not None and not critic.shares_trunk:
         readings += 1
         apart = weights_of(critic.roles, critic.role)
@@ -159,7 +159,7 @@ def iteration_totals(
         update += apart.update(learned[:, 0])
     if config.kl_estimator == "full" and config.kl_in == "reward":
         readings += 1
-        score += policy.forward(lengths, wanted)
+        score += policy.forward(lengths, generated)
     elif config.kl_estimator == "full":
         update += reference.forward(learned[:, 0], predicted)
     epochs = len(result.updates) / (len(learned) // config.minibatch_size)
@@ -172,7 +172,7 @@ def iteration_totals(
             update += policy.update(rows, int(batch.target_mask.sum()))
     seconds = result.seconds
     return {
-        "generated_tokens": wanted,
+        "generated_tokens": generated,
         "scored_tokens": readings * tokens,
         "trained_tokens": trained,
         "rollout_flops": rollout,

@@ -206,8 +206,8 @@ class Conversation:
         replies = []
         for one in self.models:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
-            asked = [*self.messages(one), Message("user", text)]
-            prompt, most = chat.prompt_tokens(tuple(asked)), self.max_tokens
+            dialogue = [*self.messages(one), Message("user", text)]
+            prompt, most = chat.prompt_tokens(tuple(dialogue)), self.max_tokens
             build_roles.check_positions(one.roles, len(prompt) + 1, "the dialogue", "use /reset")
             limit = getattr(one.roles.causal_lm.config, "max_position_embeddings", None)
             if limit is not None and len(prompt) < limit:
@@ -218,7 +218,7 @@ class Conversation:
                 if len(reply) > len(shown) and not reply.endswith(UNFINISHED):
                     show(reply[len(shown) :])
                     shown = reply
-            rows: Any = [[message.as_dict() for message in asked]]
+            rows: Any = [[message.as_dict() for message in dialogue]]
             score = None if self.score is None else float(self.score(rows, [reply], {})[0])
             kl = one.kl(prompt, tokens, self.temperature)
             replies.append(Reply(question=text, text=reply, tokens=len(tokens), score=score, kl=kl))

@@ -96,7 +96,7 @@ def compare(arguments: Sequence[str]) -> None:
     given = parse_command(compare, arguments, COMPARE)
     out = Path(given.out)
     refuse_foreign(out, "page")
-    found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
+    found = compare_runs([Path(run) for run in given.runs], given.stage, minimum=2)
     for table in found.console():
         get_console().print(table)
     with written_whole(out, kind="page") as temporary:
@@ -114,8 +114,8 @@ def export(arguments: Sequence[str]) -> None:
     """
     given = parse_command(export, arguments, EXPORT)
     out, step, folder = None if given.out is None else Path(given.out), given.step, Path(given.run)
-    ways = "either --step N for the model of a checkpoint, or --merge for that of a final/ folder"
-    require(given.merge != (step is not None), "export", step, ways)
+    choice = "either --step N for the model of a checkpoint, or --merge for that of a final/ folder"
+    require(given.merge != (step is not None), "export", step, choice)
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:
@@ -130,8 +130,8 @@ def export(arguments: Sequence[str]) -> None:
         out = out or folder / f"{folders.FINAL}_{step:06d}"
         require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
         if step not in kept:
-            there = ", ".join(map(str, sorted(kept)))
-            raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {there}")
+            steps = ", ".join(map(str, sorted(kept)))
+            raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
         if resume.is_stale(settings):
             reason = "the models that it was started from are others now"
             raise CheckpointError(f"{folder} cannot be exported: {reason}")

@@ -111,8 +111,8 @@ def run_processes(settings: stage.Settings, overrides: Sequence[str]) -> None:
     """
     trainer, trains = settings.trainer, settings.definition.trains
     here = "1, as this command starts processes on this machine alone"
-    ways = f"{here}; or torchrun or srun on each machine (docs/scaling.md)"
-    require(trainer.num_nodes == 1, "trainer.num_nodes", trainer.num_nodes, ways)
+    allowed = f"{here}; or torchrun or srun on each machine (docs/scaling.md)"
+    require(trainer.num_nodes == 1, "trainer.num_nodes", trainer.num_nodes, allowed)
     from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
     check_devices(settings, trainer.devices)

@@ -87,8 +87,8 @@ def prepared(words: Sequence[str]) -> Iterator[None]:
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
     given = arguments.parse_arguments(words)
-    asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
-    if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
+    typed = os.environ.get("COMP_LINE", "").split(" ")[-1]
+    if given.shell_completion and typed.startswith("stage="):  # Hydra knows no choices of it
         print(*(f"stage={name}" for name in STAGES), sep="\n")
         sys.exit()
     arguments.check_command(words, given)

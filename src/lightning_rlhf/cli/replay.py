@@ -83,9 +83,8 @@ def replay(arguments: Sequence[str]) -> None:
         ("Numbers of a token", part("table", list(COLUMNS.values()))),
     ]
     path = folder / f"replay_{iteration}.html"
-    with storage.written_whole(path) as temporary:
-        report = StageReport(sections=sections)
-        write_page(temporary, f"Iteration {iteration} of {folder}", [report])
+    with storage.written_whole(path) as file:
+        write_page(file, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
     console.print_line(f"page: {path}")
 
 

@@ -210,8 +210,8 @@ def ended(job: Job, failure: str | None) -> Job:
 
 def stopped_by() -> int | None:
     """Return the signal that has ended the sweep of which this process runs a job, if any."""
-    there = Path(os.environ[STOP]).glob("*") if STOP in os.environ else iter(())
-    return next((int(file.name) for file in there), None)
+    files = Path(os.environ[STOP]).glob("*") if STOP in os.environ else iter(())
+    return next((int(file.name) for file in files), None)
 
 
 def is_sweeper() -> bool:
@@ -332,7 +332,7 @@ class Jobs:
         title, page = " ".join([f"Sweep {self.folder}:", *self.words]), self.folder / "compare.html"
         ignored = () if stopped is None else (RLHFError,)
         with suppress(*ignored), storage_errors():
-            comparison = compare_runs(begun, stage, fewest=1)
+            comparison = compare_runs(begun, stage, minimum=1)
             with written_whole(page, kind="page") as temporary:
                 comparison.write(temporary, title, table)
             print_line(f"comparison: {page}")

@@ -40,12 +40,12 @@ class Record:
         """Return the sequences `rows` of every field; numbers on the CPU choose on any device."""
         if isinstance(rows, slice):
             return self._map(lambda tensor: tensor[rows])
-        there = {rows.device: rows}
+        uploaded = {rows.device: rows}
 
         def chosen(tensor: Tensor) -> Tensor:
-            if tensor.device not in there:
-                there[tensor.device] = upload(rows, tensor.device)
-            return tensor[there[tensor.device]]
+            if tensor.device not in uploaded:
+                uploaded[tensor.device] = upload(rows, tensor.device)
+            return tensor[uploaded[tensor.device]]
 
         return self._map(chosen)
 

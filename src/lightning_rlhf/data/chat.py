@@ -150,7 +150,7 @@ class ChatFormat:
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
-            _, asked, rest = self.render(_SENTINELS).partition(question)
+            _, has_question, rest = self.render(_SENTINELS).partition(question)
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
@@ -158,7 +158,7 @@ class ChatFormat:
             ) from error
         _, found, after = rest.partition(answer)
         if not found:
-            lost = "the assistant's" if asked else "the user's"
+            lost = "the assistant's" if has_question else "the user's"
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} does not write {lost} text as it is, in "
                 "a user and an assistant turn; give the tokenizer a template that writes every turn"

@@ -110,7 +110,7 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
     sides = {"training": train.rows if train else (), "held-out": held_out.rows}
     first: dict[tuple[Messages, str, str], str] = {}
     found: dict[str, list[str]] = {name: [] for name in PROBLEMS}
-    asked: dict[str, dict[Messages, str]] = {side: {} for side in sides}
+    places: dict[str, dict[Messages, str]] = {side: {} for side in sides}
     answered: dict[str, list[tuple[str, Messages]]] = defaultdict(list)
     for side, pairs in sides.items():
         for number, pair in enumerate(pairs, start=1):
@@ -121,10 +121,10 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
                 if earlier := first.get(key):
                     found[name].append(f"{place} and {earlier}: {prompt_text(prompt)}")
             first.setdefault(same, place)
-            asked[side].setdefault(prompt, place)
+            places[side].setdefault(prompt, place)
             answered[chosen].append((place, prompt))
-    for prompt, place in asked["held-out"].items():
-        if prompt in asked["training"]:
+    for prompt, place in places["held-out"].items():
+        if prompt in places["training"]:
             found["leaks"].append(f"{place}: {prompt_text(prompt)}")
     prompts = {response: len({p for _, p in given}) for response, given in answered.items()}
     many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
@@ -137,7 +137,7 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
         "one_for_many": sum(len(answered[r]) for r in many),
     }
     all_pairs = [*chain.from_iterable(sides.values())]
-    examined = {"pairs": len(all_pairs), "prompts": len(asked["held-out"])}
+    examined = {"pairs": len(all_pairs), "prompts": len(places["held-out"])}
     examined["rows"] = len(all_pairs) + left_out.total()
     counted = {
         name: Problem(what, counts[name], examined[unit], unit, tuple(found[name][:EXAMPLES]))

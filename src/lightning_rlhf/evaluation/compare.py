@@ -243,11 +243,11 @@ class RunComparison:
         run_page.write_page(path, title, [run_page.StageReport(sections=sections)])
 
 
-def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:
+def compare_runs(places: Sequence[Path], stage: str | None, *, minimum: int) -> RunComparison:
     """Return the comparison of all runs of one stage in and below the folders.
 
     stage: name of the stage; None for that of all runs, or for ppo if there are several.
-    fewest: smallest number of runs, 1 or 2.
+    minimum: smallest number of runs, 1 or 2.
     Raises ConfigError where fewer runs are found, and CheckpointError for a damaged one.
     """
     found = dict.fromkeys(path for place in places for path in runs_in(place))
@@ -256,13 +256,13 @@ def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> R
     names = sorted(set(stages))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
     runs = [read_run(path) for path, name in zip(found, stages, strict=True) if name == chosen]
-    if len(runs) < fewest:
+    if len(runs) < minimum:
         others = [name for name in names if name != chosen]
-        there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
+        hint = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
         raise ConfigError(
             f"{', '.join(map(str, places))} has {counted(len(runs), 'run')} of stage={chosen}; "
             "allowed: 2 or more to compare, as outputs/one/tiny/ppo outputs/two/tiny/ppo, or a "
-            f"folder above them{there * bool(others)}"
+            f"folder above them{hint * bool(others)}"
         )
     definition = find_stage(chosen)
     known = definition or Stage

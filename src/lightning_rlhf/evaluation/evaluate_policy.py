@@ -64,9 +64,9 @@ class EvalPolicy(stage.Stage):
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
         print_line(", ".join([shown, *lengths.note_on_few(len(task.prompts), to_validate=True)]))
-        ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
+        decodings = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
-        found = task.respond(sources, ways, ways | best)
+        found = task.respond(sources, decodings, decodings | best)
         for name in best:
             # The greedy responses are those of the SFT model, of which there is one a prompt.
             chosen = comparison.best_of(found[0].samples[name], n or 1, count)
@@ -251,8 +251,8 @@ class Rank(stage.Stage):
         print_line(
             f"{count} responses of {name} to each of {errors.counted(len(task.prompts), 'prompt')}"
         )
-        ways = {"sampled": (config.temperature, count)}
-        (policy,) = task.respond(sources, ways, {} if sources else ways)
+        decodings = {"sampled": (config.temperature, count)}
+        (policy,) = task.respond(sources, decodings, {} if sources else decodings)
         answers = policy.samples["sampled"]
         samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in answers]
         ranked, left_out = rank_samples(samples, config)

@@ -207,8 +207,8 @@ def sft_samples(
     order = torch.randperm(len(prompts), generator=generator).tolist()
     chosen = [lengths.PromptTokens(prompts[i], i) for i in islice(cycle(order), count)]
     parts = (chosen[start : start + size] for start in range(0, count, size))
-    asked = ((batches.collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    shards = collector.shard(asked, replicas, divides=False)
+    requests = ((batches.collate_prompts(part, chat.pad_token_id), 1) for part in parts)
+    shards = collector.shard(requests, replicas, divides=False)
     params = sampler.SamplingParams(
         max_response_tokens=response,
         temperature=config.temperature,
@@ -327,8 +327,8 @@ class EvalReward(stage.Stage):
         print_line(", ".join([f"{len(pairs)} held-out pairs", *few]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        at_once = memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
-        reward = build_reward(roles, at_once)
+        batch = memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
+        reward = build_reward(roles, batch)
         roles.to(run.device)
         check_formats(run, reward)
 

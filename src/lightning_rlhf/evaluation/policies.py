@@ -41,8 +41,8 @@ DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
 Part = tuple[Int[torch.Tensor, " B"], records.Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
-Ways = Mapping[str, tuple[float, int]]
-"""Name of a way of sampling -> temperature and number of responses to each prompt."""
+Decodings = Mapping[str, tuple[float, int]]
+"""Name of a decoding -> temperature and number of responses to each prompt."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class Task:
         self.prompts: Sequence[lengths.PromptTokens] = fitting_tokens(run, rows, limit)
 
     def respond(
-        self, policies: Mapping[str, Source], ways: Ways, sft_ways: Ways
+        self, policies: Mapping[str, Source], decodings: Decodings, sft_decodings: Decodings
     ) -> list[PolicySamples]:
-        """Return the scored responses of the SFT model, where it has ways, then of the policies.
+        """Return the scored responses of the SFT model, with decodings of its own, and the policies.
 
         One model is in memory at a time: each policy responds and is freed, then the SFT model
         responds, which is the base and the reference of the reward. Ends all processes but the
@@ -218,7 +218,7 @@ class Task:
         run, drawn = self.run, {}
         for name, source in policies.items():
             roles, role = self.load(source)
-            parts = {way: self.sample(name, roles, role, *how) for way, how in ways.items()}
+            parts = {key: self.sample(name, roles, role, *how) for key, how in decodings.items()}
             drawn[name] = parts, self.perplexity(roles, role)
             del roles
             gc.collect()
@@ -227,12 +227,12 @@ class Task:
         reward = self.build_reward(roles, self.batch)
         roles.to(run.device)
         evaluate_reward.check_formats(run, reward)
-        if sft_ways:
-            parts = {way: self.sample(SFT, roles, role, *how) for way, how in sft_ways.items()}
+        if sft_decodings:
+            parts = {key: self.sample(SFT, roles, role, *how) for key, how in sft_decodings.items()}
             drawn = {SFT: (parts, self.perplexity(roles, role)), **drawn}
         found = []
         for name, (parts, perplexity) in drawn.items():
-            samples = {way: self.scored(roles, reward, some) for way, some in parts.items()}
+            samples = {key: self.scored(roles, reward, some) for key, some in parts.items()}
             found.append(PolicySamples(name=name, samples=samples, perplexity=perplexity))
         if not run.replicas.is_first:
             sys.exit()
@@ -282,12 +282,12 @@ class Task:
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
         most, size = config.batch_size, max(1, config.batch_size // count)
-        asked = [
+        requests = [
             (batches.collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
             for start in range(0, len(self.prompts), size)
             for n in (min(most, count - made) for made in range(0, count, most))
         ]
-        shards = collector.shard(asked, run.replicas, divides=True)
+        shards = collector.shard(requests, run.replicas, divides=True)
         params = replace(samplers.SamplingParams.of(config, run.chat), temperature=temperature)
         local = native.NativeSampler if roles.cache_argument else samplers.HFSampler
         sampler: Any = local(roles, params)

@@ -137,9 +137,9 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     own = module.__name__
     others = {n for n, x in found.items() if callable(x) and getattr(x, "__module__", None) != own}
     others -= {*getattr(module, "__all__", ())}
-    there = sorted(n for n in found.keys() - others if n[0] != "_")
+    names = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
-    has = f"{where} has no {what} {name!r}, it has {quoted(there)}{shown}"
+    has = f"{where} has no {what} {name!r}, it has {quoted(names)}{shown}"
     raise ConfigError(f"{key} is {source!r}; {has}")
 
 

@@ -215,8 +215,8 @@ class Packing:
     def to(self, device: torch.device) -> Packing:
         """Return the packing with its indices on `device`, without waiting for that."""
         indices = {"real": self.real, "wanted": self.wanted, "wanted_real": self.wanted_real}
-        there = {k: None if x is None else upload(x, device) for k, x in indices.items()}
-        return replace(self, **there)  # type: ignore[arg-type]
+        moved = {k: None if x is None else upload(x, device) for k, x in indices.items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     def pack(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Gather the N positions; `last`: the M wanted ones, as the last layer computes them."""

@@ -223,14 +223,14 @@ def check_room(
     Counted are what is allocated before the first token, and the cache of one row.
     prompt, response: largest numbers of tokens; `key` is the configuration key of the latter.
     """
-    config, there = roles.causal_lm.config.get_text_config(), memory.total_memory(device)
+    config, total = roles.causal_lm.config.get_text_config(), memory.total_memory(device)
     a_token = rows * SAMPLING_BYTES + cache_bytes(config, roles.causal_lm.dtype)
     need = (prompt + response) * a_token
-    if need > there:
+    if need > total:
         raise ConfigError(
-            f"{key} is {response}; allowed: at most {there // a_token - prompt}, since {rows} "
+            f"{key} is {response}; allowed: at most {total // a_token - prompt}, since {rows} "
             f"responses at once would take {need / 2**30:.3g} GiB and more, and the device has "
-            f"{there / 2**30:.3g} GiB"
+            f"{total / 2**30:.3g} GiB"
         )
 
 

@@ -129,14 +129,14 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     """
     assert config.from_config is not None
     shapes = {name: p.shape for name, p in empty_model(config).named_parameters()}
-    count, there = sum(s.numel() for s in shapes.values()), total_memory(torch.device("cpu"))
+    count, total = sum(s.numel() for s in shapes.values()), total_memory(torch.device("cpu"))
     with described_sizes(config.from_config) as sizes:
         if empty := [f"{name} has the shape {(*s,)}" for name, s in shapes.items() if 0 in s]:
             raise ValueError(f"{empty[0]}; allowed: sizes of 1 and more")
-        if 4 * count > there:  # transformers makes random weights in float32
+        if 4 * count > total:  # transformers makes random weights in float32
             raise ValueError(
                 f"it describes {count:.3g} parameters, {4 * count / 2**30:.3g} GiB in float32, and "
-                f"this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
+                f"this machine has {total / 2**30:.3g} GiB; allowed: smaller sizes"
             )
         torch.manual_seed(seed)
         attention, trusts = config.attn_implementation, config.trust_remote_code

@@ -192,14 +192,14 @@ class FunctionReward:
             if bound.get("responses") == "prompts" or bound.get("prompts") == "responses":
                 raise TypeError("responses come before prompts")
         except TypeError as error:
-            there = [name for name in columns if name not in ("prompt", "messages")]
+            others = [name for name in columns if name not in ("prompt", "messages")]
             parameters = [*self._signature.parameters.values()]
             needed = [p.name for p in parameters[2:] if p.default is p.empty
                       and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
             if lacking := [name for name in needed if name not in given]:
                 raise ConfigError(
                     f"{self._called} needs {' and '.join(lacking)}; allowed: a column of the data, "
-                    f"which have {', '.join(there) or 'no further ones'}, or a value in "
+                    f"which have {', '.join(others) or 'no further ones'}, or a value in "
                     f"{self.name}.arguments ({error})"
                 ) from None
             named = ", ".join(p.name for p in parameters if self._takes(p.name))
@@ -207,7 +207,7 @@ class FunctionReward:
             raise ConfigError(
                 f"{self._called} takes {self._signature} and cannot be called: {error}; allowed: "
                 "(prompts, responses, ...), then parameters that are columns of the data "
-                f"({', '.join(there) or 'none'}), messages, the turns of the prompt, or set in "
+                f"({', '.join(others) or 'none'}), messages, the turns of the prompt, or set in "
                 f"{self.name}.arguments, which may name {named or 'none'}"
             ) from None
         return replace(self, columns=tuple(taken))

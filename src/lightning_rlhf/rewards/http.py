@@ -106,8 +106,8 @@ class Client:
                     return data
                 reason = f"answered {answer.status}"
                 with contextlib.suppress(InvalidHeader, ValueError, OverflowError):
-                    asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
-                    pause_s = pause_s if asked is None else asked
+                    after_s = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
+                    pause_s = pause_s if after_s is None else after_s
                 is_late = time.monotonic() + pause_s >= ends
                 if is_last or is_late or answer.status not in AGAIN:
                     raise self.refused(answer, data)
@@ -237,9 +237,9 @@ class HTTPReward:
         limits = {"timeout_s": config.timeout_s, "backoff_s": config.backoff_s}
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
         for start in range(0, len(open_), size := config.batch_size):
-            asked = dict(islice(open_.items(), start, start + size))
-            data = self._client.ask(_body([*asked.values()]), retries=config.retries, **limits)
-            self._cache |= zip(asked, self._scores(data, [*asked.values()]), strict=True)
+            chunk = dict(islice(open_.items(), start, start + size))
+            data = self._client.ask(_body([*chunk.values()]), retries=config.retries, **limits)
+            self._cache |= zip(chunk, self._scores(data, [*chunk.values()]), strict=True)
         for key in keys:
             self._cache.move_to_end(key)
         found = [self._cache[key] for key in keys]
@@ -258,8 +258,8 @@ class HTTPReward:
             raise self._client.error(f"answered {quoted(answer)}; {allowed}")
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not isfinite(score):
-                asked = f"{quoted(question['response'])} to the prompt {quoted(question['prompt'])}"
-                given = f"gave {quoted(score)} for the response {asked}"
+                shown = f"{quoted(question['response'])} to the prompt {quoted(question['prompt'])}"
+                given = f"gave {quoted(score)} for the response {shown}"
                 raise self._client.error(f"{given}; allowed: a finite number")
         return scores
 

@@ -44,7 +44,7 @@ Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
 """Function from (prompts, responses, columns) to one number for each response."""
 
 
-class Asked(BaseModel):
+class ScoreRequest(BaseModel):
     """Body of POST /score: the prompt, the text and the columns of every response."""
 
     model_config = ConfigDict(extra="forbid")
@@ -53,23 +53,23 @@ class Asked(BaseModel):
     columns: dict[str, list[Any]] = {}
 
 
-def read_request(body: bytes) -> Asked:
+def read_request(body: bytes) -> ScoreRequest:
     """Return the request that a body of JSON holds.
 
     Raises HTTPException, with a message of one line, if it holds none.
     """
     try:
-        asked = Asked.model_validate_json(body)
+        request = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the request"
         raise HTTPException(400, " ".join(f"{place}: {first['msg']}".split())) from None
-    lists = {"prompts": asked.prompts, **{f"columns.{k}": x for k, x in asked.columns.items()}}
+    lists = {"prompts": request.prompts, **{f"columns.{k}": x for k, x in request.columns.items()}}
     for name, values in lists.items():
-        if len(values) != len(asked.responses):
-            count = counted(len(asked.responses), "response")
+        if len(values) != len(request.responses):
+            count = counted(len(request.responses), "response")
             raise HTTPException(400, f"{quoted(name)} has {len(values)} values for {count}")
-    return asked
+    return request
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -164,10 +164,10 @@ class RewardServer:
 
     def _scores(self, body: bytes) -> list[float]:
         """Return the scores of a request; raise HTTPException whatever the reward's code raises."""
-        asked = read_request(body)
+        data = read_request(body)
         self.is_scoring = True
         try:
-            scores = [float(x) for x in self._score(asked.prompts, asked.responses, asked.columns)]
+            scores = [float(x) for x in self._score(data.prompts, data.responses, data.columns)]
         except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(422, str(error)) from None
         except user_code.FAULTS as error:  # their texts may quote those of others
@@ -176,8 +176,8 @@ class RewardServer:
             raise HTTPException(500, f"{type(error).__name__}: {error}") from None
         finally:
             self.is_scoring = False
-        if len(scores) != len(asked.responses) or not all(map(math.isfinite, scores)):
-            count = counted(len(asked.responses), "response")
+        if len(scores) != len(data.responses) or not all(map(math.isfinite, scores)):
+            count = counted(len(data.responses), "response")
             given = f"the reward gave {quoted(scores)} for {count}"
             raise HTTPException(500, f"{given}; allowed: one finite number each")
         return scores

@@ -92,11 +92,11 @@ def decode_responses(
     rollout: records.SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
 ) -> records.DecodedResponses:
     """Return the responses of a rollout as text, with the data rows of their prompts."""
-    asked = [rows[index] for index in rollout.index.tolist()]
+    prompt_rows = [rows[index] for index in rollout.index.tolist()]
     tokens = masking.real_tokens(rollout.responses, rollout.response_mask)
     texts = [chat.decode_response(response) for response in tokens]
     return records.DecodedResponses(
-        rollout=rollout, rows=asked, responses=texts, decode=chat.decode_response
+        rollout=rollout, rows=prompt_rows, responses=texts, decode=chat.decode_response
     )
 
 

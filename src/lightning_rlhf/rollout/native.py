@@ -16,9 +16,9 @@ from lightning_rlhf.rollout.sampler import BatchSampler, Share, draw_tokens, res
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
-ASKED = 8
-"""Number of tokens after which a device other than the CPU is asked which rows have ended, which
-waits for all that was launched. What comes after the end, at most 7 tokens, is cut off."""
+INTERVAL = 8
+"""Number of tokens after which the rows that have ended are read from a device other than the CPU,
+which waits for all that was launched. What comes after the end, at most 7 tokens, is cut off."""
 
 
 class DecodeState:
@@ -142,7 +142,7 @@ class NativeSampler(BatchSampler):
         few_shapes = roles.row_multiple > 1
         room = params.max_response_tokens
         state = DecodeState(prompts.repeat(samples_per_prompt), room, few_shapes=few_shapes)
-        asked = 1 if roles.device.type == "cpu" else ASKED
+        interval = 1 if roles.device.type == "cpu" else INTERVAL
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
         cache = DynamicCache(config=model.config)
@@ -168,7 +168,7 @@ class NativeSampler(BatchSampler):
                     state.end(params.stop(state.responses, None))
                 if state.length == room:
                     return state.sampled()
-                if state.length % asked == 0:
+                if state.length % interval == 0:
                     count = int(state.unfinished.sum())
                     if count == 0:
                         return state.sampled()

@@ -171,13 +171,13 @@ class ServerSampler(BatchSampler):
         Returns: the name to ask for, that of the base where the role has no adapter.
         """
         base, probe = base_of(self.ask(url, MODELS), self.longest), (0, None)
-        asked = name if self.written else base
+        served = name if self.written else base
         if loaded[0] == 200:
             tokens = roles.probe_tokens(self.roles.causal_lm)[0].tolist()
-            probe = self.ask(url, COMPLETIONS, self.request(asked, tokens, seed=0, most=1))
+            probe = self.ask(url, COMPLETIONS, self.request(served, tokens, seed=0, most=1))
         heat = self.temperature
         check_answers(loaded, probe, logits, temperature=heat, gap=self.config.max_gap)
-        return asked
+        return served
 
     @torch.no_grad()
     def sample(
@@ -243,8 +243,8 @@ class ServerSampler(BatchSampler):
         drawn |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         ends = {"stop": [*params.stop_strings], "stop_token_ids": [*params.end_token_ids]}
         returned = {"logprobs": 0, "return_token_ids": True, "include_stop_str_in_output": True}
-        asked = {"model": name, "prompt": prompt, "seed": seed, "max_tokens": most}
-        return {**asked, **drawn, **ends, **returned, "skip_special_tokens": False}
+        body = {"model": name, "prompt": prompt, "seed": seed, "max_tokens": most}
+        return {**body, **drawn, **ends, **returned, "skip_special_tokens": False}
 
     def check_gap(self, rollout: records.Rollout) -> None:
         """Raise SamplerError where the servers sampled from another model than the one here."""

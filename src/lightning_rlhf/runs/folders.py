@@ -59,10 +59,10 @@ def run_name(settings: Settings) -> str:
 
 def check_writable(key: str, outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder`, in `outputs` of that key, could not be written into."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
-        raise ConfigError(f"{key}={outputs}: {there}{link} is no folder that can be written into")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        link = f", a symbolic link to {os.readlink(nearest)}," if nearest.is_symlink() else ""
+        raise ConfigError(f"{key}={outputs}: {nearest}{link} is no folder that can be written into")
 
 
 def is_marked(folder: Path) -> bool:

@@ -106,14 +106,14 @@ def decide(settings: Settings) -> Start | None:
         return False, settings.overwrite, None
     if not (folder / folders.CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run to resume: no config.json; leave out resume=true")
-    there, is_finished = saved(folder), final.is_dir()
+    checkpoints, is_finished = saved(folder), final.is_dir()
     state, way = "was cut off", "resume=true to go on, "
     if is_finished:
         state, way = "finished", ""
-    elif not there:
+    elif not checkpoints:
         state, way = "was cut off and has no checkpoint to go on from", "resume=auto or "
     ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
-    if not resume or (resume != AUTO and (is_finished or not there)):
+    if not resume or (resume != AUTO and (is_finished or not checkpoints)):
         raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
     if state_of(settings) == "outdated":
         reason = "the models it was started from are others now"
@@ -121,24 +121,24 @@ def decide(settings: Settings) -> Start | None:
     if is_finished:
         print_line(f"{settings.stage}: finished already, {final}")
         return None
-    if not there:
+    if not checkpoints:
         print_line(f"{folder}: cut off before its first checkpoint; it starts over")
         return False, True, None
-    path = chosen_checkpoint(settings, there)
+    path = chosen_checkpoint(settings, checkpoints)
     return path.stem, False, path
 
 
-def chosen_checkpoint(settings: Settings, there: list[Path]) -> Path:
+def chosen_checkpoint(settings: Settings, checkpoints: list[Path]) -> Path:
     """Return the checkpoint to resume from: one by name, the newest, or the newest whole one."""
     resume = settings.resume
     if resume not in (True, AUTO):
-        path = there[0].with_name(f"{resume}{files.SUFFIX}")
-        if path not in there:
-            names = ", ".join(sorted(p.stem for p in there))
+        path = checkpoints[0].with_name(f"{resume}{files.SUFFIX}")
+        if path not in checkpoints:
+            names = ", ".join(sorted(p.stem for p in checkpoints))
             raise ConfigError(f"resume={resume}: {path} is not there; allowed: true, {names}")
-        there = [path]
+        checkpoints = [path]
     failures: list[CheckpointError] = []
-    for path in there[::-1] if resume == AUTO else there[-1:]:
+    for path in checkpoints[::-1] if resume == AUTO else checkpoints[-1:]:
         try:
             check_resumable(path, settings)
         except CheckpointError as error:

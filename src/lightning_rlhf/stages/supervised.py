@@ -278,8 +278,8 @@ def scored_samples(
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
         tracked = working.track(rollouts, lambda rollout: len(rollout.tokens))
-        there = (rollout.to(roles.device) for rollout in tracked)
-        return torch.cat([roles.reward(one.tokens, one.mask).cpu() for one in there])
+        moved = (rollout.to(roles.device) for rollout in tracked)
+        return torch.cat([roles.reward(one.tokens, one.mask).cpu() for one in moved])
 
 
 RESPONSES, LONGEST_RESPONSE = 5, 128

@@ -124,12 +124,12 @@ class Judge:
         messages, answer: columns with the turns of the prompt, and with the right answer.
         Raises RewardError where no verdict comes, or one has no score and `unreadable` is None.
         """
-        asked, known = self.requests(responses, messages, answer), self.verdicts.found
+        requests, known = self.requests(responses, messages, answer), self.verdicts.found
         with ThreadPoolExecutor(self.at_once) as threads:
-            missing = {key: request for key, request in asked if key not in known}
+            missing = {key: request for key, request in requests if key not in known}
             list(threads.map(self.ask, missing.items()))
         self.verdicts.read()
-        return [self.score(known[key]["verdict"]) for key, _ in asked]
+        return [self.score(known[key]["verdict"]) for key, _ in requests]
 
     def explain(
         self, prompts: Any, responses: Sequence[str], messages: Any, answer: Any = None

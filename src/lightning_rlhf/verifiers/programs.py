@@ -80,14 +80,14 @@ def passes(code: str, timeout_s: float, memory: int) -> bool:
     """Return whether a program reaches its end within timeout_s seconds and `memory` bytes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         mark = Path(folder, secrets.token_hex())
-        asked = json.dumps([str(mark), int(timeout_s) + 1, memory, code]).encode()
+        request = json.dumps([str(mark), int(timeout_s) + 1, memory, code]).encode()
         with subprocess.Popen(
             [sys.executable, "-I", "-c", BOOT], cwd=folder, start_new_session=True,
             env={"PATH": os.defpath, "HOME": folder}, stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         ) as process:  # fmt: skip
             try:
-                process.communicate(asked, timeout_s)
+                process.communicate(request, timeout_s)
             except subprocess.TimeoutExpired:
                 return False
             finally:
