@@ -209,7 +209,7 @@ class Task:
     def respond(
         self, policies: Mapping[str, Source], decodings: Decodings, sft_decodings: Decodings
     ) -> list[PolicySamples]:
-        """Return the scored responses of the SFT model, with decodings of its own, and the policies.
+        """Return the scored responses of the policies, after those of the SFT model, if any.
 
         One model is in memory at a time: each policy responds and is freed, then the SFT model
         responds, which is the base and the reference of the reward. Ends all processes but the
