@@ -172,7 +172,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def run(place: Workplace, key: str, value: Any, *overrides: str) -> Outcome:
-    """The command from where Hydra hands over to it, with `key` set in what it composed."""
+    """The command from where Hydra calls it, with `key` set in what it composed."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with contextlib.chdir(place.folder), process_state(["train.py"]):

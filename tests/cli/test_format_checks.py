@@ -58,7 +58,7 @@ def test_a_fault_in_the_format_stops_ppo_or_is_reported(judged: Workplace, tmp_p
 def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     judged: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A doubled start stops PPO, and so does one that likes what people do not: a label of its
+    """A doubled start stops PPO, and so does one that prefers what people do not: a label of its
     other output does that."""
     folder = save_classifier(tmp_path / "classifier")
     command = [

@@ -95,31 +95,31 @@ def test_resume_notices_that_a_foreign_parent_changed(finished: Workplace) -> No
     assert "are others now" in finished.mini(*command, "resume=true").error
 
 
-# Handed to everybody.
+# Loaded by other programs.
 
 
-class Says(LogitsProcessor):
-    """As if the weights wanted nothing but `tokens`, one for each row."""
+class ForcedTokens(LogitsProcessor):
+    """Makes `tokens` the only probable ones, one for each row."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        wanted = torch.full_like(scores, -1e9)
+        forced = torch.full_like(scores, -1e9)
         for row, token in enumerate(self.tokens):
-            wanted[row, token] = 0.0
-        return wanted
+            forced[row, token] = 0.0
+        return forced
 
 
 def decoded(model: PreTrainedModel, *tokens: int, **options: Any) -> list[list[int]]:
-    """Four tokens of a generate() that knows nothing but what its folder says."""
+    """Four tokens of generate() with nothing but its folder."""
     prompts = torch.tensor([[5, 6, 7]] * len(tokens))
-    said = model.generate(
+    generated = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False,
-        logits_processor=[Says(*tokens)], **options,
+        logits_processor=[ForcedTokens(*tokens)], **options,
     )  # fmt: skip
-    assert torch.equal(said[:, :3], prompts)
-    return said[:, 3:].tolist()
+    assert torch.equal(generated[:, :3], prompts)
+    return generated[:, 3:].tolist()
 
 
 def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace) -> None:

@@ -138,7 +138,7 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
-    """The first token is read with the prompt, the last one by nobody; one step is a check.
+    """The first token is read with the prompt, the last one is not read; one step is a check.
 
     The step that is checked is the one that decodes: its weights are copied once.
     """

@@ -132,7 +132,7 @@ def ensemble(architecture: str = "qwen3", heads: int = 3, *, alike: bool = False
     return roles
 
 
-class Told(RewardModule):
+class FixedDraws(RewardModule):
     """An ensemble that is given how often each head draws each pair."""
 
     def draws(self, pairs: int) -> Tensor:
@@ -142,7 +142,7 @@ class Told(RewardModule):
 @by_architecture
 @pytest.mark.parametrize("microbatch_size", matrix([6, 1], 1))
 def test_each_head_learns_from_its_own_draws(architecture: str, microbatch_size: int) -> None:
-    module = Told(
+    module = FixedDraws(
         ensemble(architecture), rm_config(heads=3, microbatch_size=microbatch_size), seed=0
     )
     outputs, batch = Outputs(), preferences()

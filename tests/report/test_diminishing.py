@@ -64,7 +64,7 @@ def test_the_knee_is_that_of_the_slow_definition() -> None:
     assert knee_of(0.4) == np.inf
 
 
-def held(curves: int, seed: int, over_kl: bool) -> float:
+def covered(curves: int, seed: int, over_kl: bool) -> float:
     """The share of intervals that hold the knee; a twentieth of the curves are straight lines.
 
     The KL grows like 1 - exp(-(t / s)^k), which starts slowly with k above 1, with noise of 4 to
@@ -98,7 +98,7 @@ def held(curves: int, seed: int, over_kl: bool) -> float:
 @pytest.mark.parametrize("over_kl", matrix([False, True], True))
 def test_ninety_percent_intervals_hold_the_truth(over_kl: bool) -> None:
     """Of 200 curves 89.5% do, over KL 89%; 40 have a standard error of 5%."""
-    assert held(40, 2026, over_kl) >= 0.8
+    assert covered(40, 2026, over_kl) >= 0.8
 
 
 def test_a_line_has_no_knee_and_noise_no_gain() -> None:

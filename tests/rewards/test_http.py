@@ -125,7 +125,7 @@ def failure(url: str, **changes: Any) -> str:
 
 @contextlib.contextmanager
 def nobody() -> Iterator[str]:
-    """An address that is taken, where nobody listens."""
+    """An address that is taken, where no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}/score"
@@ -157,7 +157,7 @@ def test_a_server_that_never_was_there_is_reported_at_once() -> None:
     with nobody() as url:
         message = failure(url, retries=8, backoff_s=100.0)
     assert message.startswith(f"{url} is away: ")
-    assert message.endswith("; it has never answered: start it, or mend reward.components.far.url")
+    assert message.endswith("; it has never answered: start it, or fix reward.components.far.url")
 
 
 def test_a_server_that_goes_away_is_waited_for() -> None:

@@ -46,7 +46,7 @@ def scored(roles: Roles, rollout: Rollout, batch_size: int = 4, reward: Reward =
 
 
 def decoded(rollout: Rollout) -> DecodedResponses:
-    """With text that nobody reads."""
+    """With text that is not used."""
     row = {"prompt": "", "messages": []}
     return DecodedResponses(
         rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout), decode=str

@@ -20,7 +20,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.evaluation import build_rewards, select
 from lightning_rlhf.evaluation.compare import compare_runs, write_report
-from lightning_rlhf.evaluation.diminishing import again
+from lightning_rlhf.evaluation.diminishing import measure_run
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
 from lightning_rlhf.io.user_code import code_of_command, nearest_path, optional
@@ -83,11 +83,11 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def diminishing(arguments: Sequence[str]) -> None:
-    """Find the iteration of a run of stage=ppo after which more compute bought next to nothing,
+    """Find the iteration of a run of stage=ppo after which more compute added next to nothing,
     from its metrics.csv. Writes diminishing.json and diminishing.png into its folder, as the run
     itself does at its end."""
     place = {"help": "folder of the run, as outputs/<run>/<model>/ppo"}
-    again(Path(parse_command(diminishing, arguments, {"run": place}).run))
+    measure_run(Path(parse_command(diminishing, arguments, {"run": place}).run))
 
 
 def compare(arguments: Sequence[str]) -> None:

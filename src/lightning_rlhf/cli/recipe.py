@@ -27,7 +27,7 @@ from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.report import estimates, tables
-from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
+from lightning_rlhf.report.run_page import Evaluated, PromiseRow, PromiseVerdict
 from lightning_rlhf.runs import console, folders, resume
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
@@ -70,7 +70,7 @@ class Promise:
         if found is not None and self.gain is not None:
             value, interval = found.gain, found.gain_interval
         measured = "not measured"
-        verdict: Kept = "broken"
+        verdict: PromiseVerdict = "broken"
         if value is not None:
             measured = f"{value:.3f}{estimates.interval_text(interval)}"
             holds = operator.ge if self.at_most is None else operator.le
@@ -348,7 +348,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
     rows, name = [], program.__name__
     for claim in program.main(settings.config, settings.seed, out):
         promised = f"{claim.at_least:g} to {claim.at_most:.3g}"
-        verdict: Kept = "kept" if claim.holds else "broken"
+        verdict: PromiseVerdict = "kept" if claim.holds else "broken"
         rows.append(PromiseRow(name, claim.text, promised, f"{claim.measured:.3f}", verdict))
     for line in (f"picture: {out / name}.png", *recipe.next):
         print_line(line)

@@ -263,7 +263,7 @@ class DPOConfig(SupervisedConfig):
     orpo it weighs the loss."""
     loss_type: LossType
     simpo_gamma: validation.NonNegativeFloat
-    """Margin by which simpo wants the reward of the chosen response to be larger."""
+    """Margin of simpo by which the reward of the chosen response is to be larger."""
     desirable_weight: validation.NonNegativeFloat
     """Weight of the responses with the label true in kto."""
     undesirable_weight: validation.NonNegativeFloat

@@ -62,7 +62,7 @@ class Fit:
     curve: tuple[float, float, float]
     """Start, gain and scale of `saturating`."""
     knee: float
-    """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
+    """Share from which a further AHEAD adds less than GAIN of the gain; inf is beyond the run."""
     interval: estimates.Interval
     """90% interval of the knee; an end of inf is beyond the run."""
 
@@ -152,7 +152,7 @@ class Frontiers(NamedTuple):
 
 
 def measure_returns(curves: Curves) -> Frontiers:
-    """Return what further compute bought, from the metrics of a run.
+    """Return the curves of reward, KL and gold score from the metrics of a run.
 
     Reward and KL of iteration t are those of the policy after t - 1 iterations, gold of step t is
     that of the policy after t. The KL on the axis is the curve closest to the measured one that
@@ -227,7 +227,7 @@ def saturating(
 
 
 def knee_of(scale: float) -> float:
-    """Return the share of the compute from which no further AHEAD buys GAIN of the gain.
+    """Return the share of the compute from which no further AHEAD adds GAIN of the gain.
 
         k = c log((1 - exp(-AHEAD / c)) / (GAIN (1 - exp(-1 / c)))), c = scale
 
@@ -403,8 +403,8 @@ def write_diminishing(folder: Path, title: str) -> int:
     return iterations
 
 
-def again(folder: Path) -> None:
-    """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
+def measure_run(folder: Path) -> None:
+    """Write the files for a finished run. Raises CheckpointError with too few iterations."""
     allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
     if not folder.is_dir():
         found = "is no folder" if folder.exists() else "does not exist"

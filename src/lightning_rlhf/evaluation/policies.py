@@ -46,7 +46,7 @@ Decodings = Mapping[str, tuple[float, int]]
 
 
 @dataclass(frozen=True)
-class Kept:
+class StepCheckpoint:
     """A checkpoint of a stage that trains a policy, from which the policy's weights are read."""
 
     path: Path
@@ -60,7 +60,7 @@ class Kept:
     """Digest of the SFT model that it was trained from; None for the base model."""
 
 
-Source = checkpoint.Final | Kept
+Source = checkpoint.Final | StepCheckpoint
 
 
 def find_policies(settings: Settings) -> dict[str, Source]:
@@ -103,7 +103,7 @@ def find_policy(source: str, key: str) -> Source:
         origin = Origin(**known, run=resume.run_id(run))
         is_full = section(tree, stage).get("finetune") == "full"
         own = None if is_full else validation.build(LoRASettings, lora, where)
-        return Kept(path, origin, tree, own, parents.get(SFT))
+        return StepCheckpoint(path, origin, tree, own, parents.get(SFT))
     final = checkpoint.find(source, key)
     file = final.path / "config.json"
     kinds = checkpoint.json_object(file).get("architectures") if file.is_file() else None
@@ -149,7 +149,7 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
     now, here = settings.tree[settings.stage], None if sft is None else checkpoint.digest(sft.path)
     for name, policy in policies.items():
         stage, tree, parent, facts = "", dict[str, Any](), None, dict[str, tuple[Any, Any]]()
-        if isinstance(policy, Kept):
+        if isinstance(policy, StepCheckpoint):
             stage, tree = policy.origin.stage, dict(policy.tree)
             facts = {"SFT model (policy.checkpoint)": (policy.sft, here)}
         elif (ours := policy.manifest) is not None:
@@ -247,15 +247,15 @@ class Task:
         """
         run, config, key = self.run, self.run.settings.config, self.run.settings.stage
         with Working("loading the model"):
-            start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
-            is_full = isinstance(policy, Kept) and policy.lora is None
+            start = run.parents.get(SFT) if isinstance(policy, StepCheckpoint) else policy
+            is_full = isinstance(policy, StepCheckpoint) and policy.lora is None
             rounded, whole = run.settings.model.quantization, "none for a checkpoint of all weights"
             require(not is_full or rounded == "none", "model.quantization", rounded, whole)
             served, alone = config.rollout, "native for it, or the folder that export makes of it"
             require(not is_full or served != "vllm", f"{key}.rollout", served, alone)
             seed, role = run.settings.seed, REFERENCE
             roles = build_roles.start_from(run.settings.model, start, trainable=is_full, seed=seed)
-            if isinstance(policy, Kept):
+            if isinstance(policy, StepCheckpoint):
                 if policy.lora is not None:
                     role = POLICY
                     roles.add_adapter(role, policy.lora, seed)

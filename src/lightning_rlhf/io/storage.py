@@ -305,5 +305,5 @@ def is_number(found: object) -> TypeGuard[int | float]:
 def damaged_line(path: Path, number: int, reason: str) -> CheckpointError:
     """Return the error about line `number`, counted from 1."""
     return CheckpointError(
-        f"{path}, line {number}, is damaged: {reason}. Delete that line, or mend it"
+        f"{path}, line {number}, is damaged: {reason}. Delete that line, or correct it"
     )

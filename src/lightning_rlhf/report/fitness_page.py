@@ -284,7 +284,7 @@ class FitnessReport:
         if flawed:
             result = "Some are flawed: what is trained or measured on them says less than it seems."
             named = f"The pairs are flagged ({', '.join(flawed)})"
-            self.advice += f" {named}: mend them and train again first."
+            self.advice += f" {named}: correct them and train again first."
         elif all(one.outcome == "not tested" for one in self.in_pairs):
             result = "Too few to be judged."
         if self.problems is not None:

@@ -26,8 +26,8 @@ LEVELS: Sequence[Level] = get_args(Level)
 MARKS = dict(zip(LEVELS, "–✓!✗", strict=True))
 WORDS = {level: level for level in LEVELS} | {"unknown": "not judged"}
 """Sign of each level of a verdict, which is readable without colour, and its name."""
-Kept = Literal["kept", "within noise", "broken"]
-KEPT: Mapping[Kept, Level] = {"kept": "good", "within noise": "doubtful", "broken": "bad"}
+PromiseVerdict = Literal["kept", "within noise", "broken"]
+KEPT: Mapping[PromiseVerdict, Level] = {"kept": "good", "within noise": "doubtful", "broken": "bad"}
 """Verdict on a promise of a recipe -> its level."""
 PERPLEXITY, UNIGRAM = "eval/perplexity", "eval/unigram_perplexity"
 LITTLE = 0.75
@@ -80,7 +80,7 @@ class PromiseRow:
     metric: str
     promised: str
     measured: str
-    verdict: Kept
+    verdict: PromiseVerdict
 
 
 def write_page(

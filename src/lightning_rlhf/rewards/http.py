@@ -152,7 +152,7 @@ class Client:
             if time.monotonic() >= end:
                 reason = f"no {'whole answer' if is_reached else 'connection'} in {timeout_s:g} s"
             if not is_reached and not self._has_answered:
-                advice = f"it has never answered: start it, or mend {self._prefix}url"
+                advice = f"it has never answered: start it, or fix {self._prefix}url"
                 raise self.error(f"is away: {reason}; {advice}") from error
             raise NoAnswer(f"{'gave no answer' if is_reached else 'is away'}: {reason}") from error
         finally:
