@@ -1,7 +1,6 @@
 import io
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ def test_before_and_after_with_their_difference() -> None:
     after["eval/judge/rude"] = 0.02
     output = io.StringIO()
     Console(width=120, file=output).print(tables.before_after_table(before, after))
-    rows = [re.split(r"\s{2,}", line.strip()) for line in output.getvalue().splitlines()]
-    assert rows[3:] == [
+    cut = (line.split("  ") for line in output.getvalue().splitlines()[3:])
+    assert [[cell.strip() for cell in line if cell.strip()] for line in cut] == [
         ["reward", "0.12", "1.00", "+0.88"],
         ["KL to the SFT model, nats a response", "0.00", "2.50", "+2.50"],
         ["rude", "-", "0.02", "-"],
