@@ -71,4 +71,6 @@ class DataConfig:
         known = {column for form in formats_of(self.format) for column in form.reads}
         for name, column in self.columns.items():
             words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}"
+            if column in known:
+                words = f"the sides the other way round, data.columns.{column}={name}"
             validation.rule(name in known or ":" in self.format, f"columns.{name}", column, words)

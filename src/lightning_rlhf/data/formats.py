@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
@@ -24,8 +24,7 @@ NEEDS = {
     "demonstrations": 'stage=sft and ppo.ptx_coef > 0 need demonstrations {"prompt", "response"}',
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
-    "labels": 'dpo.loss_type=kto needs labels {"prompt", "response", "label"}, or preference pairs '
-    '{"prompt", "chosen", "rejected"}',
+    "labels": 'dpo.loss_type=kto needs {"prompt", "response", "label"}, or preference pairs',
 }
 """Description of the data that each kind's stage needs, for errors."""
 NATIVE = ("prompt", "response", "messages", "chosen", "rejected", "margin", "label")
@@ -37,6 +36,11 @@ _ORDER: Mapping[Kind, tuple[str, ...]] = {
     "prompts": ("prompt", "messages", "chosen"),
 }
 """Columns of the package's own forms that hold data of a kind, in the order of preference."""
+_ALIKE = {
+    "prompt": "question|instruction|query|input", "response": "answer|output|completion|reply",
+    "chosen": "better|preferred|winner", "rejected": "worse|dispreferred|loser",
+}  # fmt: skip
+"""Column -> starts of the words that others name it by."""
 TIE = "the two responses have the same score"
 """Reason for leaving out a pair without a preference."""
 _STEER_TURN = re.compile(r"\n*<extra_id_1>(User|Assistant)\n")
@@ -76,7 +80,7 @@ def native(row: rows.Row, kind: Kind) -> Found:
     if not fields or (are_compared and len(fields) < 2):
         is_single = kind == "labels" and "response" in row
         lacking = "label" if is_single else next(field for field in order if field not in fields)
-        raise rows.missing(lacking, row, NEEDS[kind])
+        raise rows.missing(lacking, row, f"{kind} need it")
     if are_compared:
         chosen, rejected = (rows.split_last(rows.dialogue(row, side), side) for side in order)
         turns = enumerate(zip_longest(chosen.prompt, rejected.prompt), start=1)
@@ -346,13 +350,24 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
     return max(further, key=lambda form: len(form.columns), default=best)
 
 
-def hint(columns: Collection[str], kind: Kind) -> str:
-    """Return what columns were found and what is allowed, for a source that fits no format."""
-    # The nearest forms first: those that lack the fewest columns.
-    forms = sorted(formats_of(AUTO, kind), key=lambda f: len({*f.needed(kind)} - {*columns}))
+def hint(columns: Collection[str], kind: Kind, name: str, lacks: str) -> str:
+    """Return what a source without the column `lacks` has, what is allowed, and what to give.
+
+    Columns of the nearest form are those of a similar name, NAME where there is none.
+    """
+    forms = formats_of(name, kind)
+    if name == AUTO:
+        plain = tuple(dict.fromkeys(("prompt", *_ORDER[kind][: 1 + (kind in _COMPARED)])))
+        others = [f for f in forms if f.function is not native or "label" in f.columns]
+        forms = [replace(FORMATS[0], columns=plain), *others]
+    forms.sort(key=lambda f: -len({*f.needed(kind)} & {*columns}) / len(f.needed(kind)))
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
-    found = f"its columns are {', '.join(map(repr, columns))[:200]}"
-    return f"; {found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of another name"
+    words, free = "", [column for column in columns if column not in (*forms[0].reads, *NATIVE)]
+    for ours in [c for c in forms[0].needed(kind) if c not in columns] or [lacks] if free else ():
+        like = re.compile(rf"(\b|_)({ours}|{_ALIKE.get(ours, ours)})", re.IGNORECASE)
+        words += f" data.columns.{ours}={next(filter(like.search, free), 'NAME')}"
+    found = f"; its columns are {', '.join(map(repr, columns))[:200]}; data.format={name} reads"
+    return f"{found} {kind} as {near}{words and f'; to read yours so, give{words}'}"
 
 
 def own_row(function: Callable[[dict[str, Any]], Any], row: rows.Row) -> rows.Row:

@@ -121,7 +121,8 @@ def read(
         raise DataError(f"{lacks}; allowed: {', '.join(names)}")
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
-    unit, form, advice, raw_rows = _open(source, kind, format, columns)
+    unit, form, present, raw_rows = _open(source, kind, format, columns)
+    advice = ""
     records: list[Any] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()
@@ -135,9 +136,12 @@ def read(
                     raise rows.UnusedRow("repeated prompt")
                 prompts.add(record.prompt)
         except rows.BadRow as bad:
+            if bad.lacks and not own and bad.lacks not in present:  # nor has any other row
+                advice = advice or formats.hint(present, kind, format, bad.lacks)
             if on_bad_row == "stop" and not isinstance(bad, rows.UnusedRow):
-                skip = ". With data.on_bad_row=skip such rows are left out and counted"
-                raise DataError(f"{source}, {unit} {number}: {bad}{advice or skip}") from bad
+                skip = f"{bad}. With data.on_bad_row=skip such rows are left out and counted"
+                told = bad.reason + advice if advice else skip
+                raise DataError(f"{source}, {unit} {number}: {told}") from bad
             left_out[bad.reason] += 1
         else:
             records.append(record)
@@ -153,8 +157,8 @@ def read(
 
 def _open(
     source: str, kind: formats.Kind, format: str, columns: Mapping[str, str]
-) -> tuple[rows.Unit, formats.Format, str, Numbered]:
-    """Return the unit of a source's rows, their format, what to say of a bad row, and the rows.
+) -> tuple[rows.Unit, formats.Format, list[str], Numbered]:
+    """Return the unit of a source's rows, their format, the columns with a value, and the rows.
 
     The format is found by the columns of a table, else by those with a value in the first rows.
 
@@ -181,8 +185,7 @@ def _open(
             raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}")
     if fit and names and kind != "prompts":  # of which a reward may want any column
         numbered = open_rows({*fit.reads, *(columns.get(name, name) for name in fit.reads)})
-    advice = formats.hint(present, kind) if present and not (fit or is_own) else ""
-    return unit, fit or formats.formats_of(format, kind)[0], advice, chain(head, numbered)
+    return unit, fit or formats.formats_of(format, kind)[0], present, chain(head, numbered)
 
 
 def _renamed(row: rows.Row | rows.BadRow, columns: Mapping[str, str]) -> rows.Row:

@@ -36,8 +36,10 @@ _HH_ROLES: Mapping[str, Literal["user", "assistant"]] = {"Human": "user", "Assis
 class BadRow(Exception):
     """Raised for a row that cannot be used."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", lacks: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.lacks = lacks
+        """Name of the field that the row does not have; empty for any other fault."""
         self.reason = reason
         """Reason without the row's own content, so that rows can be counted by it."""
 
@@ -215,7 +217,7 @@ def prompt_text(messages: Messages) -> str:
 def missing(field: str, row: Row, needed: str) -> BadRow:
     """Return the error for a field that the row lacks; needed: description of what is allowed."""
     found = ", ".join(map(repr, row)) or "none"
-    return BadRow(f"field {field!r} is missing", f"found {found[:200]}; {needed}")
+    return BadRow(f"field {field!r} is missing", f"found {found[:200]}; {needed}", field)
 
 
 def checked_text(text: Any, field: str, place: str = "") -> str:
@@ -246,7 +248,8 @@ def text_in(row: Row, field: str) -> str:
 def dialogue(row: Row, field: str) -> Messages:
     """Return the turns in `field`, after the row's prompt if it has one."""
     prompt = turns_in(row["prompt"], "prompt", "user") if "prompt" in row else ()
-    value = row[field]
+    if (value := row.get(field)) is None:
+        raise missing(field, row, "the prompt has no answer")
     if not prompt and isinstance(value, str) and not value.startswith(_HH_START):
         raise missing("prompt", row, f"{field!r} is a text, which answers one")
     turns = turns_in(value, field, "assistant")
