@@ -75,7 +75,7 @@ def native(row: rows.Row, kind: Kind) -> Found:
     dialogues {"chosen", "rejected"}, or {"messages"}."""
     order, are_compared = _ORDER[kind], kind in ("preferences", "labels")
     fields = [field for field in order if field in row]
-    if are_compared and not fields and "label" in row:
+    if are_compared and not fields and "label" in row and {"response", "completion"} & {*row}:
         return _kto(row, kind)
     if not fields or (are_compared and len(fields) < 2):
         is_single = kind == "labels" and "response" in row
@@ -350,24 +350,18 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
     return max(further, key=lambda form: len(form.columns), default=best)
 
 
-def hint(columns: Collection[str], kind: Kind, name: str, lacks: str) -> str:
-    """Return what a source without the column `lacks` has, what is allowed, and what to give.
-
-    Columns of the nearest form are those of a similar name, NAME where there is none.
-    """
-    forms = formats_of(name, kind)
-    if name == AUTO:
-        plain = tuple(dict.fromkeys(("prompt", *_ORDER[kind][: 1 + (kind in _COMPARED)])))
-        others = [f for f in forms if f.function is not native or "label" in f.columns]
-        forms = [replace(FORMATS[0], columns=plain), *others]
+def hint(columns: Collection[str], kind: Kind, lacks: str) -> str:
+    """Return the forms nearest to a source without the column `lacks`, and how it is read so."""
+    plain = tuple(dict.fromkeys(("prompt", *_ORDER[kind][: 1 + (kind in _COMPARED)])))
+    others = [f for f in formats_of(AUTO, kind) if f.function is not native or "label" in f.columns]
+    forms = [replace(FORMATS[0], columns=plain), *others]
     forms.sort(key=lambda f: -len({*f.needed(kind)} & {*columns}) / len(f.needed(kind)))
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     words, free = "", [column for column in columns if column not in (*forms[0].reads, *NATIVE)]
     for ours in [c for c in forms[0].needed(kind) if c not in columns] or [lacks] if free else ():
         like = re.compile(rf"(\b|_)({ours}|{_ALIKE.get(ours, ours)})", re.IGNORECASE)
         words += f" data.columns.{ours}={next(filter(like.search, free), 'NAME')}"
-    found = f"; its columns are {', '.join(map(repr, columns))[:200]}; data.format={name} reads"
-    return f"{found} {kind} as {near}{words and f'; to read yours so, give{words}'}"
+    return f"; data.format=auto reads {kind} as {near}{words and f'; read yours with{words}'}"
 
 
 def own_row(function: Callable[[dict[str, Any]], Any], row: rows.Row) -> rows.Row:

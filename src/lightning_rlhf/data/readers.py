@@ -24,7 +24,7 @@ from pyarrow import ArrowException, parquet
 from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
 from lightning_rlhf.data import formats, rows
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.io.user_code import load_function, optional
+from lightning_rlhf.io.user_code import load_function, nearest_path, optional
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 FIRST_ROWS = 100
@@ -117,7 +117,7 @@ def read(
     """
     if not formats.formats_of(format, kind):
         names = dict.fromkeys(form.name for form in formats.formats_of(formats.AUTO, kind))
-        lacks = f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}"
+        lacks = f"{source}: data.format={format} holds no {kind}"
         raise DataError(f"{lacks}; allowed: {', '.join(names)}")
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
@@ -137,11 +137,10 @@ def read(
                 prompts.add(record.prompt)
         except rows.BadRow as bad:
             if bad.lacks and not own and bad.lacks not in present:  # nor has any other row
-                advice = advice or formats.hint(present, kind, format, bad.lacks)
+                advice = advice or formats.hint(present, kind, bad.lacks)
             if on_bad_row == "stop" and not isinstance(bad, rows.UnusedRow):
-                skip = f"{bad}. With data.on_bad_row=skip such rows are left out and counted"
-                told = bad.reason + advice if advice else skip
-                raise DataError(f"{source}, {unit} {number}: {told}") from bad
+                skip = ". With data.on_bad_row=skip such rows are left out and counted"
+                raise DataError(f"{source}, {unit} {number}: {bad}{advice or skip}") from bad
             left_out[bad.reason] += 1
         else:
             records.append(record)
@@ -176,8 +175,7 @@ def _open(
     filled = {name for name, value in cells if value is not None}
     filled |= {name for name in (*seen, *columns) if columns.get(name, name) in names}
     present = [name for name in (*seen, *columns) if name in filled]
-    is_own = ":" in format
-    fit = None if is_own else formats.fitting(present, format, kind)
+    fit = None if ":" in format else formats.fitting(present, format, kind)
     read_columns = (*fit.needed(kind), *fit.also, *seen) if fit else columns
     for ours, name in columns.items():
         if seen and name not in seen and ours in read_columns:
@@ -205,7 +203,7 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
     if source.endswith(ENDINGS):
         if not path.is_file():
             what = "is no file" if path.exists() else "does not exist"
-            raise DataError(f"{name}: {source} {what}")
+            raise DataError(f"{name}: {source} {what}{nearest_path(source)}")
         return path
     hub_id, is_file = source.partition(":")[0], path.suffix in (".tsv", ".gz", ".arrow", ".zip")
     if is_file or path.exists() or Path(hub_id).exists() or not _HUB_ID.fullmatch(hub_id):

@@ -38,10 +38,8 @@ class BadRow(Exception):
 
     def __init__(self, reason: str, detail: str = "", lacks: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.lacks = lacks
-        """Name of the field that the row does not have; empty for any other fault."""
-        self.reason = reason
-        """Reason without the row's own content, so that rows can be counted by it."""
+        self.reason, self.lacks = reason, lacks
+        """Reason without the row's own content, to count rows by; field that it lacks, or ""."""
 
 
 class UnusedRow(BadRow):
@@ -248,8 +246,7 @@ def text_in(row: Row, field: str) -> str:
 def dialogue(row: Row, field: str) -> Messages:
     """Return the turns in `field`, after the row's prompt if it has one."""
     prompt = turns_in(row["prompt"], "prompt", "user") if "prompt" in row else ()
-    if (value := row.get(field)) is None:
-        raise missing(field, row, "the prompt has no answer")
+    value = row[field]
     if not prompt and isinstance(value, str) and not value.startswith(_HH_START):
         raise missing("prompt", row, f"{field!r} is a text, which answers one")
     turns = turns_in(value, field, "assistant")

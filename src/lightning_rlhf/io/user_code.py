@@ -205,6 +205,14 @@ def file_of_module(name: str) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
+def lacking(path: str | None) -> str:
+    """Return that an imported module has no object of a dotted path; "" where no module is."""
+    where, _, name = (path or "").rpartition(".")
+    close = difflib.get_close_matches(name, dir(sys.modules.get(where)), n=1)
+    found = f"module {where} has no {name}{''.join(f'; did you mean {x}?' for x in close)}"
+    return found if where in sys.modules else ""
+
+
 def nearest_path(source: str) -> str:
     """Return what exists in place of a missing path, as the continuation of a message.
 
@@ -218,7 +226,7 @@ def nearest_path(source: str) -> str:
     above = missing.parent
     entries = sorted(above.glob("*"))  # none where it cannot be listed
     names = [p.name for p in entries if p.is_dir() or p.suffix == path.suffix != ""]
-    if close := difflib.get_close_matches(missing.name, names, n=1):
+    if close := difflib.get_close_matches(missing.name, names, 1, 0.8 if path.suffix else 0.6):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"
     return ""
