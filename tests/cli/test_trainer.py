@@ -183,6 +183,7 @@ def test_what_a_callback_is_given_from_the_environment_is_not_shown(
              "callbacks.mine.key='Bearer ${oc.env:OWN_KEY}'"]  # fmt: skip
     error = own.mini("stage=sft", *given).error
     assert error == "callbacks.mine: Bearer *** is no key (ValueError)"
+    assert "did you mean Refusing?" in own.mini("stage=sft", given[0].removesuffix("g")).error
     outcome = own.mini("stage=sft", *given, "debug=true")
     assert "Traceback" in outcome.err
     assert "4711" not in outcome.out + outcome.err
@@ -232,9 +233,8 @@ def test_what_the_trainer_refuses_costs_no_finished_run(own: Workplace) -> None:
     (own.stage("sft") / "config.json").write_text('{"stage": "sft"}')
     refused = own.mini("stage=sft", "overwrite=true", "callbacks.x._target_=nosuch.Longest")
     assert refused.error.startswith("callbacks.x: Error loading 'nosuch.Longest': No module named")
-    assert own.mini("stage=sft", "overwrite=true", "trainer.max_time=a").error.startswith(
-        "trainer: "
-    )
+    refused = own.mini("stage=sft", "overwrite=true", "trainer.max_time=a")
+    assert refused.error.startswith("trainer: ")
     assert (final / "kept").exists()
 
 

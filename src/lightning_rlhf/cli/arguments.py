@@ -217,13 +217,15 @@ def choice_meant(choice: str, options: Sequence[str]) -> str:
     close = starts or difflib.get_close_matches(name, options)
     others = GROUPS if re.fullmatch(r"[\w+]{1,40}", name) else ()
     meant = [f"{other}={name}" for other in others if (CONF / other / f"{name}.yaml").is_file()]
-    if not (meant or close) and group in GROUPS and re.search(r"[/:.]", name):
+    is_folder = group == "model" and (Path(name) / "config.json").is_file()
+    if is_folder or (not (meant or close) and group in GROUPS and re.search(r"[/:.]", name)):
         key = f"{READ_BY.get(group)}.{group}="  # a function, a file or a model of the user's
         key = {"reward": "reward=function reward.path=", "model": "model=hub model.name_or_path=",
                "data": "data=files with data.demonstrations.train, data.preferences.train or "
                        "data.prompts.train="}.get(group, key)  # fmt: skip
         is_server = group == "reward" and "://" in name
-        return without_address(f"{'reward=http reward.url=' if is_server else key}{name}")
+        own = f" model.name={Path(name).absolute().name}" * (group == "model")
+        return without_address(f"{'reward=http reward.url=' if is_server else key}{name}{own}")
     return " or ".join(meant or [f"{group}={x}" for x in close])
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field
 
 from lightning_rlhf.callbacks.files import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core import validation
@@ -54,21 +53,17 @@ PASSED: Mapping[str, Any] = {
     "deterministic": Annotated[
         bool | Literal["warn"] | None, validation.described("true, false, warn, null")
     ],
-    "limit_val_batches": Annotated[
-        validation.Count | Annotated[float, Field(gt=0, le=1)],
-        validation.described(
-            "a whole number >= 1, or a share up to 1.0: evaluations tell the best step"
-        ),
-    ],
 }
 """Arguments of lightning.Trainer that are passed on unchanged -> type; Lightning checks Any."""
 OWNED: Mapping[str, str] = {
     name: reason
     for reason, names in {
         "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is":
-            "limit_train_batches max_epochs max_steps min_epochs min_steps fast_dev_run",
+            "limit_train_batches max_epochs max_steps min_epochs min_steps",
+        "lightning-rlhf check tries a stage without training": "fast_dev_run num_sanity_val_steps",
         "val_every in the section of the stage says when a run evaluates":
-            "check_val_every_n_epoch num_sanity_val_steps val_check_interval",
+            "check_val_every_n_epoch val_check_interval",
+        "data.max_val_rows says on how many rows a run evaluates": "limit_val_batches",
         "a run trains and evaluates on all of its data, in an order that it resumes":
             "inference_mode limit_predict_batches limit_test_batches overfit_batches "
             "reload_dataloaders_every_n_epochs sync_batchnorm use_distributed_sampler",
@@ -192,7 +187,9 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         nodes = {key: cfg[key] for key in keys if key not in missing}
         missing.update(*(OmegaConf.missing_keys(x) for x in nodes.values() if is_node(x)))
         if missing:
-            choices = " ".join(f"{key}={EXAMPLES.get(key, '...')}" for key in sorted(missing))
+            path = OmegaConf.select(cfg, "model.name_or_path", throw_on_missing=False) or "..."
+            examples = EXAMPLES | {"model.name": Path(str(path)).absolute().name}
+            choices = " ".join(f"{key}={examples.get(key, '...')}" for key in sorted(missing))
             raise ConfigError(f"{' and '.join(sorted(missing))} must be given: {choices}")
         return {
             key: OmegaConf.to_container(node, resolve=True) if is_node(node) else node
