@@ -253,74 +253,73 @@ RULES = rules_of(
     f"""
 prompts_cut | more than {CUT:.0%} of the training prompts are longer than data.max_prompt_tokens
     | the policy answers prompts that lack their start, or never sees the longest ones
-    | raise data.max_prompt_tokens; data.long_prompts is what becomes of longer ones
+    | Raise data.max_prompt_tokens; data.long_prompts is what becomes of longer ones
 groups_alike | rollout/groups_alike >= {ALIKE} {IN_A_ROW}, for the estimators that compare
     ({", ".join(GROUPED)})
     | the prompts are all too hard or too easy, or the score has too few levels
-    | mixed prompts, a finer reward, a larger ppo.samples_per_prompt or ppo.temperature
+    | Try mixed prompts, a finer reward, a larger ppo.samples_per_prompt or ppo.temperature
 reward_constant | all responses have the same score, or paid score, {IN_A_ROW}
     | there is nothing to learn from it
     | Look at the reward, and at samples/; reward.clip must not cut all scores to one
 nothing_ends | rollout/ended < {LEAST_ENDED} {IN_A_ROW}
     | ppo.max_response_tokens is too small, or the SFT model never learned the end token
-    | raise ppo.max_response_tokens, or give ppo.stop_strings; data.long_responses=cut in SFT
+    | Raise ppo.max_response_tokens, or give ppo.stop_strings; data.long_responses=cut in SFT
     teaches no end; ppo.missing_eos=none where responses need no end
 length_extreme | rollout/response_tokens is at least {FULL} ppo.max_response_tokens, or at most
     {EMPTY}, {IN_A_ROW}
     | the reward favours long responses, or empty ones
-    | look at samples/, and at the length bias in the reward's fitness report; ppo.length_penalty,
-    ppo.missing_eos_penalty, a larger ppo.kl_coef
+    | Look at samples/, and at the length bias in the reward's fitness report; try
+    ppo.length_penalty, ppo.missing_eos_penalty, a larger ppo.kl_coef
 kl_negative | kl_divergence over {STREAK} iterations is below -{LEAST_KL:g} nats, and below 0 by
     more than {SIGMAS:g} standard errors
     | responses are not sampled from the distribution of their log-probabilities
-    | look at a sampler of your own: temperature and is_exact; compare ppo.rollout=hf
-kl_exploding | kl_divergence > ppo.kl_warning
-    | so far from the SFT model a reward says little
+    | Look at a sampler of your own: temperature and is_exact; compare ppo.rollout=hf
+kl_exploding | kl_divergence > ppo.kl_warning | so far from the SFT model a reward says little
     | Look at samples/; a smaller ppo.lr, or a larger ppo.kl_coef, keeps the policy near
 entropy_collapse | entropy < {LEAST_ENTROPY} {IN_A_ROW}
     | nothing new is tried: the steps are too large, or the temperature too low
-    | a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature
+    | Try a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature
 ratio_outliers | update/ratio_max > {LARGEST_RATIO} {IN_A_ROW}
     | steps are too large, or sampling and training compute different log-probabilities
-    | a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3
+    | Try a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3
 clip_fraction_high | update/clip_fraction > {CLIPPED:g} on average over {CLIPPED_FOR} iterations
     | the policy moves further in an iteration than the clipped loss can follow
-    | a smaller ppo.lr or ppo.ppo_epochs, a larger ppo.minibatch_size, ppo.target_kl=0.02
+    | Try a smaller ppo.lr or ppo.ppo_epochs, a larger ppo.minibatch_size, ppo.target_kl=0.02
 clip_fraction_zero | update/clip_fraction is 0 in {UNMOVED_FOR} iterations in a row, in which the
     policy learns from {UNMOVED_TOKENS} tokens or more, in several steps and at half of ppo.lr or
     more | the steps are too small, or the clip range is so wide that nothing is clipped
-    | a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs
+    | Try a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs
 responses_identical | rollout/most_common >= {COMMON} {IN_A_ROW}, of 4 prompts or more
     | the reward does not depend on the prompt, or the policy has collapsed
-    | look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr
+    | Look at samples/ and at the reward; try a larger ppo.kl_coef, a smaller ppo.lr
 responses_repeat | rollout/repetition > {REPEATED} {IN_A_ROW}
     | responses repeat the same words: the reward favours it, or the model loops
-    | look at samples/; a smaller ppo.max_response_tokens, a larger ppo.kl_coef or ppo.temperature,
-    a reward that sees repetition
+    | Look at samples/; try a smaller ppo.max_response_tokens, a larger ppo.kl_coef or
+    ppo.temperature, a reward that sees repetition
 critic_worse | rollout/explained_variance over {CRITIC_FOR} iterations is below {CRITIC_AT_MOST:g}
     on average, and below 0 by more than {CRITIC_ERRORS:g} standard errors
     | the critic adds noise: its learning rate is too high, or its targets move too fast
-    | a smaller ppo.value_lr_factor, ppo.critic_warmup, ppo.advantage=rloo without a critic
+    | Try a smaller ppo.value_lr_factor, ppo.critic_warmup, advantage=rloo without a critic
 value_loss_rising | the median of update/value_loss over {RISE_FOR} iterations is above {RISE:g}
     times that of the {RISE_FOR} before, and each of them is above it
     | the critic diverges, or returns grow faster than ppo.clip_range_vf lets it follow
-    | a smaller ppo.value_lr_factor or ppo.vf_coef, ppo.score_normalization=running,
+    | Try a smaller ppo.value_lr_factor or ppo.vf_coef, ppo.score_normalization=running,
     ppo.clip_range_vf=null
 reward_flat | after {FLAT_AFTER} to {KEPT} iterations, reward_mean of the last third is, with 2
     standard errors, less than {GAIN:g} standard deviations of the score above that of the first
     third | the steps are too small, ppo.kl_coef is too large, or the reward is noise
-    | a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise;
+    | Try a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise;
     stage=eval_reward tells whether the reward is fit to be maximised
 reward_against_gold | {HELD_OUT} rises and {GOLD} falls in two evaluations in a row, by more than
     {FALL:.0%} of its range so far and {FALL_ERRORS:g} standard errors of the difference prompt by
     prompt
     | the policy exploits the reward: what it favours is no longer what is wanted
-    | take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer ppo.iterations, a
-    better reward; compare samples/eval_*.jsonl
+    | Take the checkpoint with the best gold score; try a larger ppo.kl_coef, fewer ppo.iterations,
+    a better reward; compare samples/eval_*.jsonl
 reward_against_perplexity | eval/response_perplexity is more than {PERPLEXITY:g} times that of the
     first evaluation, while {HELD_OUT} is higher
     | the policy has left the language of the data for what the reward favours
-    | look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations
+    | Look at samples/eval_*.jsonl; try a larger ppo.kl_coef, fewer ppo.iterations
 """,
     vars(),
 )
