@@ -55,9 +55,7 @@ def train(
     return trainer, logger
 
 
-def test_they_are_logged_by_the_iteration_and_our_callback_logs_the_same_once(
-    make_ppo: Make,
-) -> None:
+def test_they_are_logged_by_iteration_and_our_callback_logs_the_same_once(make_ppo: Make) -> None:
     bar = Bar()
     trainer, plain = train(make_ppo(), bar)
     assert all(float(trainer.callback_metrics[name]) == pytest.approx(bar.shown[name])
@@ -112,9 +110,11 @@ def test_callbacks_that_do_not_fit_are_refused(make_ppo: Make, own: Any, instead
         train(make_ppo(), own)
 
 
-def test_a_precision_that_rounds_trained_weights_is_refused(make_ppo: Make) -> None:
-    with pytest.raises(ConfigError, match="'bf16-true'; allowed: 32-true, bf16-mixed"):
-        fit(make_ppo(), [prompts()], accelerator="cpu", precision="bf16-true")
+def test_arguments_of_the_trainer_that_do_not_fit_are_refused(make_ppo: Make) -> None:
+    own = {"precision": "bf16-true", "accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+    for key, value in {**own, "overfit_batches": 2}.items():
+        with pytest.raises(ConfigError, match=f"^{key} of the Trainer is {value!r}; allowed: "):
+            fit(make_ppo(), [prompts()], accelerator="cpu", **{key: value})
 
 
 def test_updates_that_are_not_finite_are_in_no_mean() -> None:

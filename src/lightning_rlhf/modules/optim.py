@@ -207,8 +207,14 @@ class StageModule(L.LightningModule):
 
         This is the first hook of a fit.
         """
-        precision, allowed = self.trainer.precision, ", ".join(PRECISIONS)
-        errors.require(precision in PRECISIONS, "precision of the Trainer", precision, allowed)
+        for name, allowed, shown in (
+            ("precision", PRECISIONS, ", ".join(PRECISIONS)),
+            ("accumulate_grad_batches", [1], f"1; {self.stage}.microbatch_size splits a batch"),
+            ("gradient_clip_val", [None], f"None; {self.stage}.max_grad_norm clips the gradient"),
+            ("overfit_batches", [0], "0, as a run trains and evaluates on all of its data"),
+        ):
+            found = getattr(self.trainer, name)
+            errors.require(found in allowed, f"{name} of the Trainer", found, shown)
         for one in self.trainer.callbacks:  # type: ignore[attr-defined]
             refuse_object(one, "a callback of the Trainer")
         return []
