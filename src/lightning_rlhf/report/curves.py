@@ -162,7 +162,7 @@ _JUDGE = (
     _of("Judge, on held-out prompts: correct", _CORRECT, unit="share", limits=SHARE),
 )
 FAN_PANEL = _of(
-    "Distribution of the score over the responses of an iteration",
+    "Responses: distribution of the score",
     (FAN[2], "median", BLUE),
     areas=[
         Area(label="5% to 95%", color=BLUE, opacity=0.15, metrics=(FAN[0], FAN[4])),
@@ -181,7 +181,7 @@ def ppo_panels(measured: Collection[str]) -> Sequence[Plot]:
     colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
     lines = [(part + name, name, color) for name, color in colors]
     lines += [(held_out + name, "", color) for name, color in colors]
-    components = _of("Components, unweighted (dots: held-out prompts)", *lines, unit="score")
+    components = _of("Components, unweighted (dots: held out)", *lines, unit="score")
     parts = [components] if len(names) > 1 else []
     return (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan, *parts)
 
