@@ -288,7 +288,8 @@ clip_fraction_high | update/clip_fraction > {CLIPPED:g} on average over {CLIPPED
 clip_fraction_zero | update/clip_fraction is 0 in {UNMOVED_FOR} iterations in a row, in which the
     policy learns from {UNMOVED_TOKENS} tokens or more, in several steps and at half of ppo.lr or
     more | the steps are too small, or the clip range is so wide that nothing is clipped
-    | Try a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs
+    | Try a larger ppo.lr (model=small has one for few weights), a ppo.clip_range near 0.2, more
+    ppo.ppo_epochs
 responses_identical | rollout/most_common >= {COMMON} {IN_A_ROW}, of 4 prompts or more
     | the reward does not depend on the prompt, or the policy has collapsed
     | Look at samples/ and at the reward; try a larger ppo.kl_coef, a smaller ppo.lr
