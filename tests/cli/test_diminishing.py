@@ -54,7 +54,7 @@ def test_the_stop_is_that_of_the_evaluations(tmp_path: Path, workplace: Workplac
     found = json.loads((folder / "diminishing.json").read_text())
     assert f"diminishing returns: {found['sentence']}" in " ".join(out.split())
     assert found["sentence"].startswith("after iteration ")
-    assert "1, the earliest of 3 evaluations on 2 prompts that" in found["sentence"]
+    assert "in 3 evaluations on 2 prompts" in found["sentence"]
     assert "from 20 [20-20] on the reward rose by 20" in found["sentence"]
     assert [(c["metric"], c["unit"]) for c in found["curves"]] == [("reward_mean", "iterations")]
     assert (folder / "diminishing.png").read_bytes().startswith(b"\x89PNG")

@@ -101,7 +101,7 @@ def test_muon_moves_the_matrices_of_layers_and_adamw_all_others() -> None:
                 group["lr"] = 0.1 * (1 - step / 4)
         for one in (built["optimizer"], *theirs):
             one.step()
-        built["lr_scheduler"].step()
+        built["lr_scheduler"]["scheduler"].step()
     for ours, expected in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(ours, expected)
 

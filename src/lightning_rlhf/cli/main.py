@@ -224,7 +224,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
     trainer, definition = settings.trainer, settings.definition
     is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
-    if is_alone and not (settings.resume and state_of(settings) == "done"):
+    if is_alone and not settings.resume:
         print_line(f"{settings.stage}: {folders.folder_of(settings)}", "bold")
     # Without processes on the other machines, a stage that does not train computes in this one.
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
