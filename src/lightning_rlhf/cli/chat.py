@@ -208,10 +208,9 @@ class Conversation:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
             dialogue = [*self.messages(one), Message("user", text)]
             prompt, most = chat.prompt_tokens(tuple(dialogue)), self.max_tokens
-            build_roles.check_positions(one.roles, len(prompt) + 1, "the dialogue", "use /reset")
-            limit = getattr(one.roles.causal_lm.config, "max_position_embeddings", None)
-            if limit is not None and len(prompt) < limit:
-                most = min(most, limit - len(prompt))
+            what = "the dialogue and a token of the reply"
+            free = build_roles.check_positions(one.roles, len(prompt) + 1, what, "use /reset")
+            most = most if free is None else min(most, free + 1)
             for token in one.tokens(prompt, most, self.temperature, self.generator):
                 tokens.append(token)
                 reply = chat.decode_response(tokens)

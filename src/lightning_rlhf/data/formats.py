@@ -38,9 +38,9 @@ _ORDER: Mapping[Kind, tuple[str, ...]] = {
 """Columns of the package's own forms that hold data of a kind, in the order of preference."""
 _ALIKE = {
     "prompt": "question|instruction|query|input", "response": "answer|output|completion|reply",
-    "chosen": "better|preferred|winner", "rejected": "worse|dispreferred|loser",
+    "chosen": "better|preferred|winner", "rejected": "reject|worse|dispreferred|loser",
 }  # fmt: skip
-"""Column -> starts of the words that others name it by."""
+"""Column -> the words that others name it by."""
 TIE = "the two responses have the same score"
 """Reason for leaving out a pair without a preference."""
 _STEER_TURN = re.compile(r"\n*<extra_id_1>(User|Assistant)\n")
@@ -359,8 +359,8 @@ def hint(columns: Collection[str], kind: Kind, lacks: str) -> str:
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     words, free = "", [column for column in columns if column not in (*forms[0].reads, *NATIVE)]
     for ours in [c for c in forms[0].needed(kind) if c not in columns] or [lacks] if free else ():
-        like = re.compile(rf"(\b|_)({ours}|{_ALIKE.get(ours, ours)})", re.IGNORECASE)
-        words += f" data.columns.{ours}={next(filter(like.search, free), 'NAME')}"
+        like = re.compile(rf"({ours}|{_ALIKE.get(ours, ours)})(s|_text)?", re.IGNORECASE)
+        words += f" data.columns.{ours}={next(filter(like.fullmatch, free), 'NAME')}"
     return f"; data.format=auto reads {kind} as {near}{words and f'; read yours with{words}'}"
 
 

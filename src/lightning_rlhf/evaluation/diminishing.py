@@ -131,11 +131,14 @@ class GoldStop:
         return self.reward_interval[0] > 0
 
     def __str__(self) -> str:
+        measured = f"in {self.evaluations} evaluations on {counted(self.prompts, 'prompt')}"
+        if self.gold == self.gold_at_end:
+            words = f"the gold score gained to the end, iteration {self.stop}: it is "
+            return f"{words}{self.gold:z.3g} there, {measured}"
         words = (
             f"after iteration {self.stop} the gold score gained nothing beyond the noise: it is "
             f"{self.gold:z.3g} there, {self.gold_at_best:z.3g} at best, at {self.best}, and "
-            f"{self.gold_at_end:z.3g} at the end, in {self.evaluations} evaluations on "
-            f"{counted(self.prompts, 'prompt')}"
+            f"{self.gold_at_end:z.3g} at the end, {measured}"
         )
         rise = f"from {self.stop} on the reward rose by {self.reward_rise:.2g}"
         return f"{words}; {rise} and the gold score did not" if self.diverges else words

@@ -69,11 +69,11 @@ def print_line(message: str, style: str = "", *, is_command: bool = False) -> No
     style: a Rich style, for example "yellow". is_command: True never breaks it.
     """
     console, text = get_console(), visible(message)
-    lines = broken(text, console.is_terminal and not is_command)
+    lines = wrap_words(text, console.is_terminal and not is_command)
     console.print(Text(lines, style), soft_wrap=True)
 
 
-def broken(text: str, is_terminal: bool) -> str:
+def wrap_words(text: str, is_terminal: bool) -> str:
     """Return a text for a terminal, broken between words, else as it is.
 
     It stays whole where a word, as a path, is longer than a line.

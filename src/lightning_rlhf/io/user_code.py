@@ -205,7 +205,7 @@ def file_of_module(name: str) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def lacking(path: str | None) -> str:
+def explain_missing(path: str | None) -> str:
     """Return that an imported module has no object of a dotted path; "" where no module is."""
     where, _, name = (path or "").rpartition(".")
     close = difflib.get_close_matches(name, dir(sys.modules.get(where)), n=1)

@@ -193,26 +193,30 @@ WARNED: set[int] = set()
 
 def check_positions(
     roles: Roles, longest: int, what: str, lower: str = LOWER, *, warns: bool = True
-) -> None:
-    """Raise ConfigError where a text has more tokens than the model has learned positions for.
+) -> int | None:
+    """Return how many learned positions a text leaves free; None of a model without such ones.
 
-    Computed positions (rotary) allow it: the first of a process is warned of, where `warns`.
+    Computed positions (rotary) allow longer texts: the first of a process is warned of, where
+    `warns`. Raises ConfigError for one of more tokens than the model has learned positions for.
 
     longest: number of tokens of the longest text; what: its description; lower: advice, as LOWER.
     """
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is None or longest <= limit:
-        return
+    if limit is None:
+        return None
     has = f"{what} has {longest} tokens, more than the {limit} that the model"
     advice = lower.format(limit=limit)
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
-        raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
-    if warns and limit not in WARNED:
+        if longest > limit:
+            raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
+        return int(limit) - longest
+    if longest > limit and warns and limit not in WARNED:
         WARNED.add(limit)
         reason = f"{has} was made for (max_position_embeddings), beyond which its answers and "
         warnings.warn(f"{reason}scores may be meaningless; {advice}", stacklevel=2)
+    return None
 
 
 def check_room(

@@ -35,6 +35,7 @@ class Table:
         # Two numbers with intervals fit 80 columns so.
         found = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         found.title, found.title_justify = Text(visible_line(self.title)), "left"
+        found.min_width = min(len(self.title), 79)
         found.caption, found.caption_justify = Text(self.note) if self.note else None, "left"
         for cell in self.columns:
             found.add_column(Text(visible_line(cell)), overflow="fold")

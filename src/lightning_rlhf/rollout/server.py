@@ -1,7 +1,7 @@
 """Sampling by servers of vLLM, which read each version of the policy's adapter from a folder.
 
 A version has a name of its own on the servers and is never changed in place: a server that was not
-told of it answers 404, and an earlier one cannot be sampled from by mistake.
+sent it answers 404, and an earlier one cannot be sampled from by mistake.
 """
 
 import atexit

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import lightning_rlhf
-from lightning_rlhf.io.console import broken, visible, visible_line
+from lightning_rlhf.io.console import visible, visible_line, wrap_words
 from lightning_rlhf.parallel.world import world
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
@@ -49,5 +49,5 @@ def shown_warning(
 ) -> str:  # fmt: skip
     """Return a warning as text: ours in one line without its source, others as Python does."""
     if Path(filename).is_relative_to(PACKAGE):
-        return f"{broken(f'warning: {visible_line(str(message))}', sys.stderr.isatty())}\n"
+        return f"{wrap_words(f'warning: {visible_line(str(message))}', sys.stderr.isatty())}\n"
     return visible(PYTHONS_FORMAT(message, category, filename, lineno, line))

@@ -198,6 +198,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, InstantiationException) and isinstance(cause, Exception):
         return reason(cause)
     if isinstance(error, ImportError) and isinstance(cause, Exception):
-        words = user_code.lacking(getattr(cause, "name", None)) or reason(cause)
+        words = user_code.explain_missing(getattr(cause, "name", None)) or reason(cause)
         return f"{first_line(error).rstrip(':')}: {words}"
     return f"{first_line(error)} ({type(error).__name__})"
