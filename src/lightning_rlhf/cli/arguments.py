@@ -224,7 +224,8 @@ def choice_meant(choice: str, options: Sequence[str]) -> str:
                "data": "data=files with data.demonstrations.train, data.preferences.train or "
                        "data.prompts.train="}.get(group, key)  # fmt: skip
         is_server = group == "reward" and "://" in name
-        own = f" model.name={Path(name).absolute().name}" * (group == "model")
+        size = " (model=small where it has about a million weights)" * is_folder
+        own = f" model.name={Path(name).absolute().name}{size}" * (group == "model")
         return without_address(f"{'reward=http reward.url=' if is_server else key}{name}{own}")
     return " or ".join(meant or [f"{group}={x}" for x in close])
 

@@ -32,6 +32,7 @@ from lightning_rlhf.io import storage, user_code
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with, leave_run, world
 from lightning_rlhf.runs import console, folders
+from lightning_rlhf.runs.folders import FINAL
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
@@ -239,10 +240,9 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
 
 def next_words(settings: Settings, overrides: Sequence[str]) -> list[str]:
     """Return the words of the command that follows a stage which was run with the overrides."""
-    if settings.stage not in NEXT:
-        talking = ("ppo", "dpo") if settings.stage == "eval_policy" else (settings.stage,)
-        finals = (folders.folder_of(settings, x) / folders.FINAL for x in ("sft", *talking))
-        return ["chat", *(str(final) for final in finals if final.is_dir())]
+    models = ("sft", "ppo", "dpo") if settings.stage == "eval_policy" else ("sft", settings.stage)
+    if settings.stage not in NEXT or (settings.stage == "dpo" and not final_of(settings, "rm")):
+        return ["chat", *filter(None, (final_of(settings, name) for name in models))]
     (following, data), config = NEXT[settings.stage], settings.config
     words = [*launch.own_configs(), f"stage={following}"]
     given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
@@ -255,4 +255,12 @@ def next_words(settings: Settings, overrides: Sequence[str]) -> list[str]:
         words += [f"eval_policy.stop_strings=[{stops}]"] if stops else []
     if getattr(settings.data, data).train is None:
         words.append(f"data.{data}.train=FILE.jsonl")
+    if following == "eval_policy" and (folders.folder_of(settings, following) / FINAL).is_dir():
+        words.append("overwrite=true")  # of an evaluation, which is soon made again
     return words
+
+
+def final_of(settings: Settings, stage: str) -> str:
+    """Return the path of the final/ of a stage of the job, else of the run; "" without any."""
+    places = (folders.folder_of(x, stage) / FINAL for x in (settings, replace(settings, job=None)))
+    return next((str(place) for place in places if place.is_dir()), "")

@@ -209,7 +209,7 @@ class StageModule(L.LightningModule):
         """
         for name, allowed, shown in (
             ("precision", PRECISIONS, ", ".join(PRECISIONS)),
-            ("accumulate_grad_batches", [1], f"1; {self.stage}.microbatch_size splits a batch"),
+            ("accumulate_grad_batches", [1], f"1; the sizes of batches are keys of {self.stage}"),
             ("gradient_clip_val", [None], f"None; {self.stage}.max_grad_norm clips the gradient"),
             ("overfit_batches", [0], "0, as a run trains and evaluates on all of its data"),
         ):
