@@ -36,7 +36,7 @@ def test_what_it_leaves(trained: Workplace) -> None:
         assert (folder / name).stat().st_size > 0, name
     table = rows(folder)
     first = {name: float(cell) for name, cell in table[0].items()}
-    assert first["eval/dpo_loss"] == pytest.approx(math.log(2), abs=0.05)
+    assert first["eval/dpo_loss"] == pytest.approx(math.log(2), abs=1e-6)
     margin = first["eval/reward_chosen"] - first["eval/reward_rejected"]
     assert first["eval/reward_margin"] == pytest.approx(margin, abs=1e-6)
     assert first["eval/logps_chosen"] < 0

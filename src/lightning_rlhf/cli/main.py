@@ -233,8 +233,9 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         launch.run_processes(settings, overrides)
     else:
         fit.fit(settings)
-    if is_alone and settings.stage != "rank":
-        line = f"next: {arguments.program_name()} {shlex.join(next_words(settings, overrides))}"
+    words = next_words(settings, overrides) if is_alone and settings.stage != "rank" else []
+    if words and words != ["chat"]:  # which needs a model
+        line = f"next: {arguments.program_name()} {shlex.join(words)}"
         print_line(arguments.without_secrets(line, overrides), is_command=True)
 
 

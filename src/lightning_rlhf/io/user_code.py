@@ -206,7 +206,7 @@ def file_of_module(name: str) -> Path | None:
 
 
 def explain_missing(path: str | None) -> str:
-    """Return that an imported module has no object of a dotted path; "" where no module is."""
+    """Return what an imported module lacks of a dotted path; "" where there is no such module."""
     where, _, name = (path or "").rpartition(".")
     close = difflib.get_close_matches(name, dir(sys.modules.get(where)), n=1)
     found = f"module {where} has no {name}{''.join(f'; did you mean {x}?' for x in close)}"

@@ -32,7 +32,7 @@ class Table:
 
     def console(self) -> RichTable:
         """Return the table for the console; columns but the first are right-aligned."""
-        # Two numbers with intervals fit 80 columns so.
+        # Without a frame two numbers with their intervals fit 80 columns.
         found = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         found.title, found.title_justify = Text(visible_line(self.title)), "left"
         found.min_width = min(len(self.title), 79)
